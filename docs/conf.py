@@ -1,4 +1,4 @@
-"""How the documentation is built: MyST-NB runs the code of every page, on four host devices, and fails where it fails."""
+"""How the documentation is built: MyST-NB runs every page's code on four host devices, and a failing cell fails it."""
 
 import os
 from importlib.metadata import version as _version
