@@ -1,0 +1,14 @@
+"""Probabilistic programs in ordinary JAX code, sharded over devices, sampled by NUTS, analysed with ArviZ."""
+
+from ppleffects.inference.target import Target as Target
+from ppleffects.inference.target import target as target
+from ppleffects.interpretations import Site as Site
+from ppleffects.interpretations import Trace as Trace
+from ppleffects.interpretations import evaluate as evaluate
+from ppleffects.interpretations import log_density as log_density
+from ppleffects.interpretations import simulate as simulate
+from ppleffects.interpretations import sites as sites
+from ppleffects.language import deterministic as deterministic
+from ppleffects.language import factor as factor
+from ppleffects.language import observe as observe
+from ppleffects.language import sample as sample

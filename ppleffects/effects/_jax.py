@@ -1,0 +1,475 @@
+"""The one file that knows JAX's internals: every name, parameter and rule that moves between releases.
+
+Everything above it speaks in terms of the helpers below. Supported: jax 0.11 and 0.12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+from jax import Array
+from jax._src import config, core, effects, source_info_util
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import parallel
+from jax._src.lax.control_flow.conditionals import cond_p
+from jax._src.lax.control_flow.loops import scan_p, while_p
+from jax._src.named_sharding import UNSPECIFIED
+from jax._src.pjit import jit_p
+from jax._src.shard_map import shard_map_p
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, remat_p
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+__all__ = ["Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var"]
+
+pvary_p = core.pvary_p
+CONTROL_FLOW = {
+    "jit": jit_p,
+    "scan": scan_p,
+    "while": while_p,
+    "cond": cond_p,
+    "checkpoint": remat_p,
+    "custom_jvp": custom_jvp_call_p,
+    "custom_vjp": custom_vjp_call_p,
+    "shard_map": shard_map_p,
+}
+
+# The user's own frame is the first one outside of this package.
+source_info_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+# --- effect primitives ----------------------------------------------------------------------------------------------
+
+
+class InterpretedEffect(effects.Effect):
+    """The JAX effect of every primitive that an interpretation must handle: no pass may drop its equation."""
+
+    def __repr__(self) -> str:
+        return "Interpreted"
+
+
+interpreted_effect = InterpretedEffect()
+for _allowed in (
+    effects.control_flow_allowed_effects,
+    effects.remat_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.lowerable_effects,
+):
+    _allowed.add_type(InterpretedEffect)
+
+
+def has_effect(jaxpr: Jaxpr) -> bool:
+    """Whether an effect primitive stands anywhere in ``jaxpr``."""
+    return interpreted_effect in jaxpr.effects
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One vmap around an effect primitive.
+
+    Attributes:
+        name: the ``axis_name`` of the vmap, or None.
+        size: number of lanes.
+        mapped: for each operand, whether it has this vmap's axis.
+        depth: how many ``shard_map`` stand between the vmap and the primitive.
+    """
+
+    name: str | None
+    size: int
+    mapped: tuple[bool, ...]
+    depth: int = 0
+
+
+def register_effect_rules(
+    primitive: Primitive,
+    abstract_eval: Callable[..., Any],
+    batch: Callable[..., Any],
+    unhandled: Callable[..., Exception],
+    under_derivative: Callable[..., Exception],
+) -> None:
+    """Registers all of JAX's rules for an effect primitive.
+
+    Args:
+        primitive: the primitive; it returns a list of results.
+        abstract_eval: from abstract operands and parameters to abstract results.
+        batch: ``(lane, operands, **params) -> (results, axes)``; the batched operands have the lane's axis in front.
+        unhandled: from parameters to the error for running outside of an interpretation.
+        under_derivative: from parameters to the error for being differentiated before it is interpreted.
+    """
+    primitive.multiple_results = True
+
+    def effectful(*avals, **params):
+        return abstract_eval(*avals, **params), {interpreted_effect}
+
+    def run(*_, **params):
+        raise unhandled(**params)
+
+    def lower(_ctx, *_, **params):
+        raise unhandled(**params)
+
+    def differentiate(_primals, _tangents, **params):
+        raise under_derivative(**params)
+
+    def batched(axis_data, operands, dims, **params):
+        operands = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+        name = None if axis_data.name is core.no_axis_name else axis_data.name
+        depth = getattr(axis_data, "depth", 0)
+        lane = Lane(name, axis_data.size, tuple(d is not None for d in dims), depth)
+        return batch(lane, operands, **params)
+
+    primitive.def_effectful_abstract_eval(effectful)
+    primitive.def_impl(run)
+    mlir.register_lowering(primitive, lower)
+    ad.primitive_jvps[primitive] = differentiate
+    batching.fancy_primitive_batchers[primitive] = batched
+
+
+def under_derivative() -> bool:
+    """Whether the code that runs now is differentiated within the function that is being traced."""
+    trace = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, pe.DynamicJaxprTrace):
+        if isinstance(trace, ad.JVPTrace | ad.LinearizeTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+# --- batching of control flow that holds an effect --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OutsideAxisData(batching.AxisData):
+    """The axis of a vmap as seen from inside ``depth`` shard_maps within it."""
+
+    depth: int = 0
+
+
+def _outside(axis_data: batching.AxisData) -> _OutsideAxisData:
+    fields = {f.name: getattr(axis_data, f.name) for f in dataclasses.fields(batching.AxisData)}
+    return _OutsideAxisData(**fields, depth=getattr(axis_data, "depth", 0) + 1)
+
+
+_batch_shard_map = batching.BatchTrace.process_shard_map
+
+
+def _batch_shard_map_marked(trace, *args, **params):
+    # JAX batches a shard_map's body with the axis of the vmap around it; without a mark a site in the body could not
+    # tell a vmap outside of the shard_map from one inside.
+    marked = batching.BatchTrace(trace.parent_trace, trace.tag, _outside(trace.axis_data))
+    return _batch_shard_map(marked, *args, **params)
+
+
+batching.BatchTrace.process_shard_map = _batch_shard_map_marked
+
+_batch_cond = batching.fancy_primitive_batchers[cond_p]
+_batch_while = batching.fancy_primitive_batchers[while_p]
+
+
+def batch_control_flow(refuse: Callable[[str, Jaxpr], Exception]) -> None:
+    """Installs rules that refuse what JAX would turn into "run all branches and select" around an effect.
+
+    Args:
+        refuse: from the kind of control flow and the body that holds the effect to the error to raise.
+    """
+
+    def cond(axis_data, args, dims, *, branches, **params):
+        if dims[0] is not None and any(map(has_effect, branches)):
+            raise refuse("cond", next(b for b in branches if has_effect(b)))
+        return _batch_cond(axis_data, args, dims, branches=branches, **params)
+
+    def loop(axis_data, args, dims, *, cond_jaxpr, body_jaxpr, **params):
+        results = _batch_while(axis_data, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
+        if has_effect(body_jaxpr) and any(d is not None for d in dims):
+            raise refuse("while", body_jaxpr)
+        return results
+
+    batching.fancy_primitive_batchers[cond_p] = cond
+    batching.fancy_primitive_batchers[while_p] = loop
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value, or an abstract value, varies."""
+    aval = x if isinstance(x, core.AbstractValue) else jax.typeof(x)
+    mat = getattr(aval, "manual_axis_type", None)
+    return frozenset() if mat is None else frozenset(mat.varying)
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that are manual where the code runs now."""
+    return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def checks_varying() -> bool:
+    """Whether values are typed with the axes they vary over (``check_vma``) where the code runs now."""
+    return bool(manual_axes()) and bool(config._check_vma.value)
+
+
+def cast_varying(x: Array, axes: frozenset[str]) -> Array:
+    """Types ``x`` as varying over ``axes`` too; the value stays."""
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def without_axes(x: Any) -> core.ShapedArray:
+    """The type of ``x`` without any mesh."""
+    aval = jax.typeof(x)
+    return core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+@contextmanager
+def no_mesh() -> Iterator[None]:
+    """Traces as if no mesh were set and no axis manual."""
+    empty = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty), config._check_vma(False):
+        yield
+
+
+def array_type(shape: tuple[int, ...], dtype: Any, axes: frozenset[str] = frozenset()) -> core.ShapedArray:
+    """The type of an array that varies over ``axes`` and is replicated over the explicit axes of the context's mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, P(*[None] * len(shape)))
+    return core.ShapedArray(shape, dtype, sharding=sharding).update(
+        manual_axis_type=core.ManualAxisType(varying=axes)
+    )
+
+
+def sharding_spec(x: Any) -> P:
+    """The explicit part of an array's type: how it lies on the explicit axes of the mesh."""
+    return jax.typeof(x).sharding.spec
+
+
+def placed_like(x: Array, aval: Any) -> Array:
+    """Lays ``x`` on the explicit axes of the mesh as a traced program expects."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return x
+    spec = P(*(e if _explicit_only(mesh, e) else None for e in aval.sharding.spec))
+    return x if sharding_spec(x) == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _explicit_only(mesh: AbstractMesh, entry: Any) -> bool:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return entry is not None and all(types.get(a) == AxisType.Explicit for a in spec_axes(P(entry)))
+
+
+def psum_over(x: Array, axes: frozenset[str]) -> Array:
+    """The sum of ``x`` over ``axes``; the result is the same on all shards."""
+    names = tuple(sorted(axes))
+    return jax.lax.psum(x, names) if names else x
+
+
+# --- tracing and binding ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function that was traced once.
+
+    Attributes:
+        jaxpr: its equations; constants are in ``consts``.
+        consts: arrays and tracers that the function closed over.
+        out_tree: the tree of its result.
+        out_avals: the abstract leaves of its result.
+    """
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    out_tree: Any
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [v.aval for v in self.jaxpr.outvars]
+
+    @property
+    def abstract_result(self) -> Any:
+        return jax.tree.unflatten(self.out_tree, self.out_avals)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the traced equations; the function itself is not called again."""
+        outs = core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(self.out_tree, outs)
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Traced:
+    """Traces ``fn`` at the types of ``args`` (pytrees of arrays, tracers or abstract values)."""
+    tree = None
+
+    def flat(*args):
+        nonlocal tree
+        leaves, tree = jax.tree.flatten(fn(*args))
+        return leaves
+
+    closed = jax.make_jaxpr(flat)(*args)
+    jaxpr, consts = _separate(closed)
+    return Traced(jaxpr, tuple(consts), tree)
+
+
+def _separate(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    return getattr(closed, "jaxpr", closed), closed.consts
+
+
+def bind(eqn: JaxprEqn, invals: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Binds an equation's primitive again on new operands, in the context of the equation."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    outs = eqn.primitive.bind(*invals, **bind_params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+@contextmanager
+def equation_context(eqn: JaxprEqn) -> Iterator[None]:
+    """The source line, name stack, compute type and metadata of ``eqn``, but the mesh of the caller."""
+    mesh = jax.sharding.get_abstract_mesh()
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with ExitStack() as stack:
+        stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack))
+        stack.enter_context(eqn.ctx.manager)
+        if eqn.ctx.cur_abstract_mesh != mesh:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
+
+
+def current_line() -> str:
+    """``file.py:line`` of the user's code that runs now."""
+    return _line(source_info_util.current().traceback)
+
+
+def equation_line(eqn: JaxprEqn) -> str:
+    """``file.py:line`` of the user's code that made ``eqn``."""
+    return _line(eqn.source_info.traceback)
+
+
+def _line(traceback: Any) -> str:
+    frame = source_info_util.user_frame(traceback)
+    return "an unknown line" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    return [j if hasattr(j, "eqns") else j.jaxpr for j in core.jaxprs_in_params(eqn.params)]
+
+
+_primitives: weakref.WeakKeyDictionary[Jaxpr, frozenset[Primitive]] = weakref.WeakKeyDictionary()
+
+
+def primitives_in(jaxpr: Jaxpr) -> frozenset[Primitive]:
+    """All primitives of ``jaxpr`` and of the bodies within it; each body is walked once."""
+    found = _primitives.get(jaxpr)
+    if found is None:
+        found = frozenset(eqn.primitive for eqn in jaxpr.eqns).union(
+            *(primitives_in(body) for eqn in jaxpr.eqns for body in bodies(eqn))
+        )
+        _primitives[jaxpr] = found
+    return found
+
+
+# --- parameters of the higher-order primitives --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanParts:
+    """The operands of a scan by role, and its parameters."""
+
+    body: Jaxpr
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_parts(eqn: JaxprEqn, invals: Sequence[Any]) -> ScanParts:
+    """Splits a scan's operands into constants, carry and scanned arrays."""
+    p = eqn.params
+    consts, carry, xs = (list(part) for part in p["ft_in"].update(list(invals)).unpack())
+    return ScanParts(p["jaxpr"], consts, carry, xs, p["length"], p["reverse"], p["unroll"])
+
+
+@dataclasses.dataclass(frozen=True)
+class WhileParts:
+    """The operands of a while loop by role, and its bodies."""
+
+    predicate: Jaxpr
+    body: Jaxpr
+    predicate_consts: list[Any]
+    body_consts: list[Any]
+    carry: list[Any]
+
+
+def while_parts(eqn: JaxprEqn, invals: Sequence[Any]) -> WhileParts:
+    """Splits a while loop's operands into the constants of its two bodies and the carry."""
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    return WhileParts(p["cond_jaxpr"], p["body_jaxpr"], list(invals[:n]), list(invals[n : n + m]), list(invals[n + m :]))
+
+
+def jit_options(eqn: JaxprEqn) -> tuple[Jaxpr, dict[str, Any]]:
+    """The body of a jit and the options to jit its replacement with; nothing is donated."""
+    p = eqn.params
+    options: dict[str, Any] = {"keep_unused": p["keep_unused"], "inline": p["inline"]}
+    if any(s is not UNSPECIFIED for s in p["in_shardings"]):
+        options["in_shardings"] = (UNSPECIFIED, *p["in_shardings"])
+    if any(s is not UNSPECIFIED for s in p["out_shardings"]):
+        options["out_shardings"] = (list(p["out_shardings"]), UNSPECIFIED)
+    if p["compiler_options_kvs"]:
+        options["compiler_options"] = dict(p["compiler_options_kvs"])
+    return p["jaxpr"], options
+
+
+def checkpoint_options(eqn: JaxprEqn) -> tuple[Jaxpr, dict[str, Any]]:
+    """The body of a checkpoint and the options to checkpoint its replacement with."""
+    p = eqn.params
+    cse = p["prevent_cse"]
+    return p["jaxpr"], {"policy": p["policy"], "prevent_cse": (True, *cse) if isinstance(cse, tuple) else cse}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMapParts:
+    """The parameters of a shard_map, as they hold where it is bound now.
+
+    Attributes:
+        body: what each shard runs.
+        mesh: the mesh to bind on: the context's own if there is one, since JAX refuses any other within it.
+        axes: the mesh axes that become manual here.
+        in_specs: one per operand.
+        out_specs: one per result.
+        check_vma: whether values inside are typed with the axes they vary over.
+    """
+
+    body: Jaxpr
+    mesh: Mesh | AbstractMesh
+    axes: frozenset[str]
+    in_specs: tuple[P, ...]
+    out_specs: tuple[P, ...]
+    check_vma: bool
+
+    @property
+    def explicit(self) -> bool:
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return all(types[a] == AxisType.Explicit for a in self.axes)
+
+
+def shard_map_parts(eqn: JaxprEqn) -> ShardMapParts:
+    """Reads a shard_map's parameters."""
+    p = eqn.params
+    context = jax.sharding.get_abstract_mesh()
+    mesh = p["mesh"] if context.empty else context
+    axes = frozenset(p["newly_manual_axes"]) - frozenset(getattr(mesh, "manual_axes", ()))
+    return ShardMapParts(p["jaxpr"], mesh, axes, tuple(p["in_specs"]), tuple(p["out_specs"]), p["check_vma"])
+
+
+def spec_axes(spec: P | None) -> frozenset[str]:
+    """The mesh axes that a partition spec names."""
+    entries = () if spec is None else tuple(spec)
+    return frozenset(a for e in entries if e is not None for a in (e if isinstance(e, tuple) else (e,)))

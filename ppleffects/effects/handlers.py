@@ -1,0 +1,259 @@
+"""The default handlers: how an interpretation passes through jit, checkpoint, scan, while, cond and custom derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppleffects.effects import _jax
+from ppleffects.effects._jax import JaxprEqn
+from ppleffects.effects.context import Crossing, Frame, Part, parts_like, split
+from ppleffects.effects.interpreter import (
+    Dispatcher,
+    HandlerResult,
+    Interpreter,
+    TracerValue,
+    first_effect,
+)
+from ppleffects.effects.shard_map import default_shard_map_handler
+from ppleffects.errors import ContextStructureError, UnsupportedPrimitiveError
+
+
+def default_jit_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """The body is interpreted inside of a new jit of the same name; nothing is donated, since data are the caller's."""
+    body, options = _jax.jit_options(eqn)
+
+    def call(ctx, *args):
+        outs, ctx = interpreter(body, ctx, *args)
+        return outs, ctx
+
+    call.__name__ = call.__qualname__ = eqn.params["name"]
+    outs, ctx = jax.jit(call, **options)(ctx, *invals)
+    return HandlerResult(ctx, outs)
+
+
+def default_checkpoint_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """The interpreted body is checkpointed with the same policy."""
+    body, options = _jax.checkpoint_options(eqn)
+
+    def call(ctx, *args):
+        return interpreter(body, ctx, *args)
+
+    outs, ctx = jax.checkpoint(call, **options)(ctx, *invals)
+    return HandlerResult(ctx, outs)
+
+
+def default_scan_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """State is carried, inputs are sliced, what a step emits is stacked; unroll and reverse are kept."""
+    scan = _jax.scan_parts(eqn, invals)
+    frame = Frame("scan", eqn, scan.body, scan.length)
+    parts, join = split(ctx)
+    crossings = [part.enter(frame) for part in parts]
+
+    def step(carry, x):
+        carried, values = carry
+        sliced, scanned = x
+        entered = _entered(frame, parts, crossings, carried, sliced)
+        before = join(entered)
+        outs, after = interpreter(scan.body, before, *scan.consts, *values, *scanned)
+        left = [part.leave(frame) for part in parts_like(after, before, frame)]
+        carried = _same_types(frame, carried, [c for c, _ in left])
+        return (carried, outs[: len(values)]), ([e for _, e in left], outs[len(values) :])
+
+    (carried, values), (emitted, stacked) = jax.lax.scan(
+        step,
+        ([c.carried for c in crossings], scan.carry),
+        ([c.sliced for c in crossings], scan.xs),
+        length=scan.length,
+        reverse=scan.reverse,
+        unroll=scan.unroll,
+    )
+    return HandlerResult(join(_rejoined(frame, parts, carried, emitted)), [*values, *stacked])
+
+
+def default_while_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """State is carried, and what the iterations emit is summed; the predicate may hold no effect."""
+    loop = _jax.while_parts(eqn, invals)
+    if _jax.has_effect(loop.predicate):
+        site = first_effect(loop.predicate)
+        raise UnsupportedPrimitiveError(
+            "an effect stands in the predicate of 'while'",
+            site=None if site is None else site.params.get("name"),
+            source=_jax.equation_line(eqn) if site is None else site.params.get("source"),
+            fix="move it into the body",
+        )
+    frame = Frame("while", eqn, loop.body)
+    parts, join = split(ctx)
+    crossings = [part.enter(frame) for part in parts]
+
+    def iteration(carried, values):
+        before = join(_entered(frame, parts, crossings, carried, [() for _ in parts]))
+        outs, after = interpreter(loop.body, before, *loop.body_consts, *values)
+        left = [part.leave(frame) for part in parts_like(after, before, frame)]
+        return _same_types(frame, carried, [c for c, _ in left]), outs, [e for _, e in left]
+
+    start = [c.carried for c in crossings]
+    traced = _jax.trace(iteration, start, loop.carry)
+    zeros = jax.tree.map(_zeros, traced.abstract_result[2])
+
+    def body(state):
+        carried, values, totals = state
+        carried, values, emitted = traced(carried, values)
+        totals = [p.accumulate(frame, t, e) for p, t, e in zip(parts, totals, emitted, strict=True)]
+        return carried, values, totals
+
+    def predicate(state):
+        return interpreter(loop.predicate, ctx, *loop.predicate_consts, *state[1])[0][0]
+
+    carried, values, totals = jax.lax.while_loop(predicate, body, (start, loop.carry, zeros))
+    return HandlerResult(join(_rejoined(frame, parts, carried, totals)), list(values))
+
+
+def default_cond_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """Every branch starts from the same context; what the taken one emits counts, in a structure common to all."""
+    index, *operands = invals
+    branches = eqn.params["branches"]
+    parts, join = split(ctx)
+    frames = [Frame("cond", eqn, body, branch=i) for i, body in enumerate(branches)]
+    crossings = [[part.enter(frame) for part in parts] for frame in frames]
+
+    def branch(frame, crossing):
+        def run(carried, *operands):
+            before = join(_entered(frame, parts, crossing, carried, [() for _ in parts]))
+            outs, after = interpreter(frame.body, before, *operands)
+            left = [part.leave(frame) for part in parts_like(after, before, frame)]
+            return _same_types(frame, carried, [c for c, _ in left]), outs, [e for _, e in left]
+
+        return run
+
+    start = [c.carried for c in crossings[0]]
+    traced = [_jax.trace(branch(f, c), start, *operands) for f, c in zip(frames, crossings, strict=True)]
+    emissions = [t.abstract_result[2] for t in traced]
+    aligned = [part.align(frames[0], [e[i] for e in emissions]) for i, part in enumerate(parts)]
+
+    def finished(b):
+        def run(carried, *operands):
+            carried, outs, emitted = traced[b](carried, *operands)
+            return carried, outs, [functions[b](e) for functions, e in zip(aligned, emitted, strict=True)]
+
+        return run
+
+    runs = _alike([finished(b) for b in range(len(branches))], start, *operands)
+    carried, outs, emitted = jax.lax.switch(index, runs, start, *operands)
+    return HandlerResult(join(_rejoined(frames[0], parts, carried, emitted)), list(outs))
+
+
+def default_custom_jvp_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """The values and derivatives are those of the function's own rule; its body is interpreted for the context alone.
+
+    Raises:
+        UnsupportedPrimitiveError: an effect primitive stands in the body. Its rule for derivatives knows nothing of the
+            effect, so that a derivative would lose it.
+    """
+    (body,) = _jax.bodies(eqn)
+    site = first_effect(body)
+    if site is not None:
+        raise UnsupportedPrimitiveError(
+            f"an effect stands inside of a function with its own derivative rule ('{eqn.primitive}')",
+            site=site.params.get("name"),
+            source=site.params.get("source"),
+            fix="take the site out of the function and pass its value in",
+        )
+    _, ctx = interpreter(body, ctx, *invals)
+    return HandlerResult(ctx, _jax.bind(eqn, invals))
+
+
+def default_custom_vjp_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """As for ``custom_jvp``."""
+    return default_custom_jvp_handler(interpreter, ctx, eqn, invals)
+
+
+def default_handlers() -> dict[_jax.Primitive, Any]:
+    """Returns the default handler of each control-flow primitive."""
+    by_name = {
+        "jit": default_jit_handler,
+        "scan": default_scan_handler,
+        "while": default_while_handler,
+        "cond": default_cond_handler,
+        "checkpoint": default_checkpoint_handler,
+        "custom_jvp": default_custom_jvp_handler,
+        "custom_vjp": default_custom_vjp_handler,
+        "shard_map": default_shard_map_handler,
+    }
+    return {_jax.CONTROL_FLOW[name]: handler for name, handler in by_name.items()}
+
+
+def default_dispatcher() -> Dispatcher[Any]:
+    """Returns a dispatcher with all default handlers, to be ``extended`` with the primitives of an effect."""
+    return Dispatcher(default_handlers())
+
+
+def _entered(frame: Frame, parts: Sequence[Part], crossings: Sequence[Crossing], carried: Any, sliced: Any) -> list[Part]:
+    return [
+        part.inside(frame, Crossing(crossing.shared, c, x))
+        for part, crossing, c, x in zip(parts, crossings, carried, sliced, strict=True)
+    ]
+
+
+def _rejoined(frame: Frame, parts: Sequence[Part], carried: Any, emitted: Any) -> list[Part]:
+    return [part.rejoin(frame, c, e) for part, c, e in zip(parts, carried, emitted, strict=True)]
+
+
+def _same_types(frame: Frame, before: Any, after: Any) -> Any:
+    """Gives carried state the types that it had, or says which entry changed."""
+
+    def same(old, new):
+        old_type, new_type = jax.typeof(old), jax.typeof(new)
+        if old_type.shape != new_type.shape:
+            raise ContextStructureError(
+                f"a handler changed the shape of a value that '{frame.kind}' threads through",
+                source=_jax.equation_line(frame.eqn),
+                expected=f"{old_type}",
+                found=f"{new_type}",
+            )
+        return _jax.cast_varying(jnp.asarray(new, old_type.dtype), _jax.varying(old))
+
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ContextStructureError(
+            f"a handler changed the structure of a value that '{frame.kind}' threads through",
+            source=_jax.equation_line(frame.eqn),
+            expected=f"{jax.tree.structure(before)}",
+            found=f"{jax.tree.structure(after)}",
+        )
+    return jax.tree.map(same, before, after)
+
+
+def _zeros(aval: Any) -> jax.Array:
+    return _jax.cast_varying(jnp.zeros(aval.shape, aval.dtype), _jax.varying(aval))
+
+
+def _alike(runs: Sequence[Callable[..., Any]], *args: Any) -> list[Callable[..., Any]]:
+    """Gives the branches of a cond results of one type: each leaf varies over all axes that it varies over in any."""
+    traced = [_jax.trace(run, *args) for run in runs]
+    axes = [frozenset().union(*map(_jax.varying, leaf)) for leaf in zip(*(t.out_avals for t in traced), strict=True)]
+
+    def cast(branch: _jax.Traced) -> Callable[..., Any]:
+        def run(*args):
+            leaves, tree = jax.tree.flatten(branch(*args))
+            return jax.tree.unflatten(tree, [_jax.cast_varying(x, a) for x, a in zip(leaves, axes, strict=True)])
+
+        return run
+
+    return [cast(t) for t in traced]

@@ -1,0 +1,89 @@
+"""How to make an effect primitive: an operation that means nothing until an interpretation handles it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ppleffects.effects import _jax
+from ppleffects.effects._jax import Lane, Primitive
+from ppleffects.errors import UnhandledEffectError, UnsupportedPrimitiveError
+
+__all__ = ["Lane", "effect_primitive"]
+
+
+def effect_primitive(
+    name: str, abstract_eval: Callable[..., list[Any]], batch: Callable[..., tuple[list[Any], list[int | None]]]
+) -> Primitive:
+    """Makes a primitive that every JAX transformation keeps, and that fails unless an interpretation handles it.
+
+    Its parameters may hold ``name`` (the site) and ``source`` (``file.py:line``); errors show them.
+
+    Args:
+        name: the primitive's name, as shown in a jaxpr.
+        abstract_eval: ``(*avals, **params) -> list of avals``: the types of its results.
+        batch: ``(lane, operands, **params) -> (results, axes)``: binds the primitive again inside of one more
+            ``vmap``. Batched operands have the axis of the lane in front. It is called for every vmap, also when no
+            operand is batched.
+
+    Returns:
+        The primitive; ``bind`` returns a list.
+
+    Example:
+        >>> from ppleffects.effects import effect_primitive
+        >>> log_p = effect_primitive("log", lambda x, **params: [], lambda lane, xs, **params: (log_p.bind(*xs, **params), []))
+        >>> log_p.bind(1.0, name="x")
+        Traceback (most recent call last):
+        ...
+        ppleffects.errors.UnhandledEffectError: site 'x': 'log' ran outside of an interpretation...
+    """
+    primitive = Primitive(name)
+
+    def unhandled(**params):
+        return UnhandledEffectError(
+            f"'{name}' ran outside of an interpretation, where it means nothing",
+            site=params.get("name"),
+            source=params.get("source"),
+            fix="pass the function that holds it to an interpretation, such as ppl.simulate(model)(key) or "
+            "ppl.log_density(model)(values), instead of calling it",
+        )
+
+    def under_derivative(**params):
+        return derivative_error(name, **params)
+
+    _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled, under_derivative)
+    return primitive
+
+
+def derivative_error(primitive: str, **params: Any) -> UnsupportedPrimitiveError:
+    """The error for an effect that is differentiated inside a model, where its meaning would be lost or doubled."""
+    return UnsupportedPrimitiveError(
+        f"'{primitive}' is differentiated inside of the model (grad, jvp, linearize, hessian ...)",
+        site=params.get("name"),
+        source=params.get("source"),
+        fix="take the site out of the differentiated function and pass its value in",
+    )
+
+
+def _refuse(kind: str, body: _jax.Jaxpr) -> Exception:
+    site = next((e for e in _effect_equations(body)), None)
+    params = {} if site is None else site.params
+    return UnsupportedPrimitiveError(
+        f"'{kind}' with a predicate that differs between the lanes of a vmap holds an effect",
+        site=params.get("name"),
+        source=params.get("source"),
+        fix="use lax.map or lax.scan over the lanes instead of vmap, or take the site out and choose its value with "
+        "jnp.where",
+    )
+
+
+def _effect_equations(jaxpr: _jax.Jaxpr):
+    for eqn in jaxpr.eqns:
+        inner = _jax.bodies(eqn)
+        if not inner and _jax.interpreted_effect in eqn.effects:
+            yield eqn
+        for body in inner:
+            yield from _effect_equations(body)
+
+
+_jax.batch_control_flow(_refuse)

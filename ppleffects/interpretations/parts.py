@@ -1,0 +1,257 @@
+"""The parts of a model's context: given values, keys for draws, records and the joint log density."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ppleffects.effects import Crossing, Part, _jax
+from ppleffects.errors import ShapeError, UnsupportedPrimitiveError
+from ppleffects.interpretations.layout import occurrences
+
+_register = jax.tree_util.register_dataclass
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Inputs(Part):
+    """Values that sites read by name: sliced along scans, passed to branches.
+
+    Attributes:
+        values: what has been given, by the name of the site.
+    """
+
+    values: dict[str, Array]
+
+    def within(self, body: Any) -> dict[str, Array]:
+        """The values of those sites that stand in ``body``."""
+        names = {o.site.name for o in occurrences(body)}
+        return {name: value for name, value in self.values.items() if name in names}
+
+    def enter(self, frame):
+        here = self.within(frame.body)
+        return Crossing(sliced=here) if frame.kind == "scan" else Crossing(shared=here)
+
+    def inside(self, frame, crossing):
+        return Inputs(crossing.sliced if frame.kind == "scan" else crossing.shared)
+
+    def leave(self, frame):
+        return (), ()
+
+    def rejoin(self, frame, carried, emitted):
+        return self
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Draws(Part):
+    """The run's key, and the number of the step in each loop around the present equation, outermost first.
+
+    Attributes:
+        key: a typed key; it is folded, never split, so that no site's draw depends on another site.
+        steps: scalars.
+    """
+
+    key: Array
+    steps: tuple[Array, ...] = ()
+
+    def enter(self, frame):
+        if frame.kind == "scan":
+            return Crossing(shared=(self.key, self.steps), sliced=jnp.arange(frame.length, dtype=jnp.uint32))
+        start = jnp.uint32(0) if frame.kind == "while" else ()
+        return Crossing(shared=(self.key, self.steps), carried=start)
+
+    def inside(self, frame, crossing):
+        key, steps = crossing.shared
+        step = {"scan": crossing.sliced, "while": crossing.carried}.get(frame.kind)
+        return Draws(key, steps if step is None else (*steps, step))
+
+    def leave(self, frame):
+        return (self.steps[-1] + jnp.uint32(1) if frame.kind == "while" else ()), ()
+
+    def rejoin(self, frame, carried, emitted):
+        return self
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is known of one site after a run.
+
+    Attributes:
+        value: its value; axes of lanes and loops in front.
+        log_prob: pointwise log density, the value's non-event axes; None for deterministics.
+        active: whether the site was reached; None if it always is.
+    """
+
+    value: Array
+    log_prob: Array | None = None
+    active: Array | None = None
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Records(Part):
+    """What sites have written by name: stacked along scans, merged over the branches of a cond."""
+
+    entries: dict[str, Record]
+
+    def enter(self, frame):
+        return Crossing()
+
+    def inside(self, frame, crossing):
+        return Records({})
+
+    def leave(self, frame):
+        return (), self.entries
+
+    def align(self, frame, emitted):
+        names = sorted({name for branch in emitted for name in branch})
+        templates = {name: _common(name, [branch.get(name) for branch in emitted]) for name in names}
+
+        def complete(entries):
+            return {name: _filled(entries.get(name), template) for name, template in templates.items()}
+
+        return [complete for _ in emitted]
+
+    def accumulate(self, frame, total, emitted):
+        if emitted:
+            name = next(iter(emitted))
+            raise UnsupportedPrimitiveError(
+                "a site inside of a while loop has an unknown number of values, which cannot be recorded",
+                site=name,
+                fix="use ppl.log_density, which sums them, or lax.scan, whose length is known",
+            )
+        return total
+
+    def rejoin(self, frame, carried, emitted):
+        return Records({**self.entries, **emitted})
+
+
+def _common(name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]:
+    """The abstract record of a site that some branches write, and whether all write it."""
+    present = [record for record in branches if record is not None]
+    shapes = {(record.value.shape, record.value.dtype) for record in present}
+    if len(shapes) > 1:
+        raise ShapeError(
+            "the branches of a cond give this site different shapes or dtypes",
+            site=name,
+            expected="one shape and dtype in all branches",
+            found=", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(shapes, key=str)),
+        )
+    always = len(present) == len(branches) and all(record.active is None for record in present)
+    return present[0], always
+
+
+def _filled(record: Record | None, template: tuple[Record, bool]) -> Record:
+    like, always = template
+    if record is None:
+        missing = jnp.nan if jnp.issubdtype(like.value.dtype, jnp.inexact) else 0
+        zeros = None if like.log_prob is None else jnp.zeros(like.log_prob.shape, like.log_prob.dtype)
+        return Record(jnp.full(like.value.shape, missing, like.value.dtype), zeros, jnp.array(False))
+    if always or record.active is not None:
+        return record
+    return Record(record.value, record.log_prob, jnp.array(True))
+
+
+type Axes = tuple[str, ...]
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Totals(Part):
+    """The joint log density so far: one sum for each set of mesh axes over which its terms vary.
+
+    One sum for all would mix terms that vary with terms that do not; all of it would then vary, and sites that are the
+    same on all shards would count once for each.
+
+    Attributes:
+        sums: scalars by sorted axes.
+        manual: the axes that the model's own shard_maps have made manual here.
+    """
+
+    sums: dict[Axes, Array]
+    manual: Axes = dataclasses.field(default=(), metadata={"static": True})
+
+    def add(self, term: Array, axes: frozenset[str]) -> Totals:
+        """Adds a scalar term that varies over ``axes``."""
+        key = tuple(sorted(axes))
+        return Totals({**self.sums, key: self.sums[key] + term if key in self.sums else term}, self.manual)
+
+    def total(self) -> Array:
+        """The sum of all sums."""
+        sums = list(self.sums.values())
+        if not sums:
+            return jnp.zeros(())
+        axes = frozenset().union(*map(_jax.varying, sums))
+        return functools.reduce(jnp.add, [_jax.cast_varying(s, axes) for s in sums])
+
+    def enter(self, frame):
+        return Crossing()
+
+    def inside(self, frame, crossing):
+        return Totals({}, self.manual)
+
+    def leave(self, frame):
+        return (), self.sums
+
+    def align(self, frame, emitted):
+        types = {key: jnp.result_type(*(e[key].dtype for e in emitted if key in e)) for e in emitted for key in e}
+
+        def complete(sums):
+            return {k: jnp.asarray(sums[k], t) if k in sums else jnp.zeros((), t) for k, t in types.items()}
+
+        return [complete for _ in emitted]
+
+    def rejoin(self, frame, carried, emitted):
+        joined = self
+        for key, value in emitted.items():
+            joined = joined.add(sum_pairwise(value) if frame.kind == "scan" else value, frozenset(key))
+        return joined
+
+
+def sum_pairwise(terms: Array) -> Array:
+    """The sum along axis 0, in blocks: the rounding error grows with the root of the length, not with the length."""
+    length = terms.shape[0]
+    block = 1024
+    if length <= block:
+        return jnp.sum(terms, axis=0)
+    whole = length // block * block
+    head = jnp.sum(jnp.sum(terms[:whole].reshape(-1, block, *terms.shape[1:]), axis=1), axis=0)
+    return head + jnp.sum(terms[whole:], axis=0) if whole < length else head
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What an interpretation of a model passes through every equation.
+
+    Attributes:
+        inputs: values that sites read.
+        draws: keys, if sites without a value are drawn.
+        records: what sites write, if it is wanted.
+        totals: the joint log density.
+    """
+
+    inputs: Inputs
+    draws: Draws | None
+    records: Records | None
+    totals: Totals
+
+    def written(self, name: str, record: Record) -> Context:
+        """The context with one more record."""
+        if self.records is None:
+            return self
+        return dataclasses.replace(self, records=Records({**self.records.entries, name: record}))
+
+    def added(self, term: Array, axes: frozenset[str]) -> Context:
+        """The context with one more term of the log density."""
+        return dataclasses.replace(self, totals=self.totals.add(term, axes))
+
+

@@ -1,0 +1,134 @@
+"""Runs a traced model under one interpretation, with its given values checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ppleffects.errors import DTypeError, ShapeError, ValuesError
+from ppleffects.interpretations.parts import Context, Draws, Inputs, Records, Totals
+from ppleffects.interpretations.program import Model, Program, compiled
+from ppleffects.interpretations.rules import Reading, interpreter
+
+
+def run(
+    model: Model, values: Mapping[str, Array], *, key: Array | None = None, record: bool = True, reading: Reading = Reading()
+) -> tuple[Any, Context]:
+    """Interprets a model; returns what it returns, and the context after its last equation.
+
+    Args:
+        model: program and data.
+        values: values of latents by name; those that are absent are drawn.
+        key: a typed key, if any is absent.
+        record: whether sites write records.
+        reading: how the values are meant.
+    """
+    return compiled(_build, model.program, record, reading)(dict(values), key, model.consts, model.args)
+
+
+def _build(program: Program, record: bool, reading: Reading) -> Callable[..., Any]:
+    interpret = interpreter(reading, program.label)
+
+    def call(values, key, consts, args):
+        ctx = Context(
+            Inputs(values),
+            None if key is None else Draws(key),
+            Records({}) if record else None,
+            Totals({}),
+        )
+        outs, ctx = interpret.run(program.jaxpr, consts, ctx, *args)
+        return jax.tree.unflatten(program.out_tree, outs), ctx
+
+    return call
+
+
+def checked_values(program: Program, values: Mapping[str, Any]) -> dict[str, Array]:
+    """Checks that ``values`` names every latent and nothing else, with the shape and a dtype of each.
+
+    Raises:
+        ValuesError: a name is missing, unknown or observed.
+        ShapeError: a value has another shape than its site.
+        DTypeError: a cast to the site's dtype would lose.
+    """
+    latents = program.named("sample")
+    for name in values:
+        if name not in latents:
+            raise _unknown(program, name)
+    missing = [o for name, o in latents.items() if name not in values]
+    if missing:
+        raise ValuesError(
+            "no value is given for this latent" + (f", nor for {len(missing) - 1} others" if missing[1:] else ""),
+            site=missing[0].site.name,
+            source=missing[0].site.source,
+            expected=f"a value for each of {sorted(latents)}",
+            found=f"values for {sorted(values)}",
+            fix=f'values["{missing[0].site.name}"] = ..., or ppl.simulate, which draws it',
+        )
+    return {name: _checked(latents[name], value) for name, value in values.items()}
+
+
+def _unknown(program: Program, name: str) -> ValuesError:
+    others = program.named("observe", "deterministic", "factor")
+    if name in others:
+        found = others[name]
+        fixes = {
+            "observe": f'ppl.condition(model, {{"{name}": value}}) fixes a latent; the value of an observation is the '
+            "model's own argument",
+            "deterministic": "leave it out: it is computed",
+            "factor": "leave it out: it has no value",
+        }
+        return ValuesError(
+            f"a value is given for a site of kind '{found.kind}', which takes none",
+            site=name,
+            source=found.site.source,
+            expected="values of latents, and of nothing else",
+            fix=fixes[found.kind],
+        )
+    latents = list(program.named("sample"))
+    close = difflib.get_close_matches(name, latents, 1)
+    return ValuesError(
+        f"the model '{program.label}' has no latent of this name",
+        site=name,
+        expected=f"one of {latents}" if latents else "no values, since the model has no latents",
+        fix=f"did you mean '{close[0]}'?" if close else "leave it out",
+    )
+
+
+def _checked(occurrence: Any, value: Any) -> Array:
+    site = occurrence.site
+    shape, _ = occurrence.layout()
+    if jnp.shape(value) != shape:
+        raise ShapeError(
+            "the value does not have the shape of its site",
+            site=site.name,
+            source=site.source,
+            expected=f"{shape}" + (f", inside {' > '.join(map(str, occurrence.path))}" if occurrence.path else ""),
+            found=f"{jnp.shape(value)}",
+            fix="one leading axis for each scan around the site, then one for each vmap, then batch and event axes",
+        )
+    given, wanted = jnp.result_type(value), occurrence.dtype
+    if _loses(given, wanted):
+        raise DTypeError(
+            "a cast to the dtype of the site would lose",
+            site=site.name,
+            source=site.source,
+            expected=f"{wanted}",
+            found=f"{given}",
+            fix=f"cast it yourself: jnp.asarray(value, '{wanted}')",
+        )
+    return jnp.asarray(value, wanted)
+
+
+def _loses(given: Any, wanted: Any) -> bool:
+    """Whether a cast changes the kind of number; a float may become a narrower float, and an integer another."""
+    order = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+
+    def rank(dtype):
+        return next((i for i, kind in enumerate(order) if jnp.issubdtype(dtype, kind)), len(order))
+
+    return rank(given) > rank(wanted)

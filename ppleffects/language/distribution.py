@@ -1,0 +1,251 @@
+"""The distribution protocol: what a site needs of a distribution, and how NumPyro's, TFP's and your own provide it.
+
+A distribution is a pytree whose array leaves are its parameters. Your own needs ``batch_shape``, ``event_shape``,
+``dtype``, ``support`` (a NumPyro constraint), ``sample(key, sample_shape)`` and ``log_prob(value)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions.transforms import biject_to
+
+from ppleffects.errors import DistributionError
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """What ``sample`` and ``observe`` accept: a registered pytree with these members.
+
+    Attributes:
+        batch_shape: shape of independent, not necessarily identical draws.
+        event_shape: shape of one draw.
+    """
+
+    batch_shape: tuple[int, ...]
+    event_shape: tuple[int, ...]
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        """Returns draws of shape ``(*sample_shape, *batch_shape, *event_shape)``."""
+        ...
+
+    def log_prob(self, value: Array) -> Array:
+        """Returns the log density or mass, with the event axes summed."""
+        ...
+
+
+class Bijector(Protocol):
+    """From unconstrained reals to the support of a distribution, on one batch of events."""
+
+    def forward(self, u: Array) -> tuple[Array, Array]:
+        """Returns the constrained value and the log-determinant of the Jacobian, event axes summed."""
+        ...
+
+    def inverse(self, value: Array) -> Array:
+        """Returns the unconstrained value."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The static half of a distribution: its tree, and those of its leaves that are no arrays.
+
+    Attributes:
+        tree: the pytree structure.
+        static: for each leaf, the leaf itself if it is no array, else None.
+        dynamic: for each leaf, whether it is an array.
+    """
+
+    tree: Any
+    static: tuple[Any, ...]
+    dynamic: tuple[bool, ...]
+
+    def build(self, arrays: Any) -> Any:
+        """Puts the distribution together from its array leaves."""
+        arrays = iter(arrays)
+        leaves = [next(arrays) if d else s for s, d in zip(self.static, self.dynamic, strict=True)]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(leaf, bool)
+
+
+def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], Structure]:
+    """Splits a distribution into its array leaves and its static structure.
+
+    Raises:
+        DistributionError: it is no pytree, or lacks a member of the protocol.
+    """
+    leaves, tree = jax.tree.flatten(distribution)
+    if jax.tree_util.treedef_is_leaf(tree):
+        raise DistributionError(
+            f"the distribution is not a pytree, so its parameters cannot be traced: {type(distribution).__name__}",
+            site=site,
+            source=source,
+            expected="a NumPyro distribution, a TFP distribution (JAX substrate), or a registered pytree with the "
+            "members batch_shape, event_shape, dtype, support, sample and log_prob",
+            found=f"an object of type {type(distribution).__module__}.{type(distribution).__qualname__}",
+            fix="register its class with jax.tree_util.register_dataclass, parameters as data_fields",
+        )
+    missing = [m for m in ("batch_shape", "event_shape", "sample", "log_prob") if not hasattr(distribution, m)]
+    if missing:
+        raise DistributionError(
+            "the object given as a distribution lacks members of the protocol",
+            site=site,
+            source=source,
+            expected="batch_shape, event_shape, sample and log_prob",
+            found=f"{type(distribution).__name__} without {', '.join(missing)}",
+            fix="write ppl.sample(name, distribution), in this order",
+        )
+    dynamic = tuple(map(_is_array, leaves))
+    static = tuple(None if d else leaf for leaf, d in zip(leaves, dynamic, strict=True))
+    try:
+        hash(static)
+    except TypeError as error:
+        raise DistributionError(
+            f"a leaf of the distribution is neither an array nor hashable: {error}", site=site, source=source
+        ) from None
+    return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], Structure(tree, static, dynamic)
+
+
+def is_tfp(distribution: Any) -> bool:
+    """Whether a distribution comes from TensorFlow Probability; the library itself is not imported."""
+    return any(c.__module__.startswith("tensorflow_probability") for c in type(distribution).__mro__)
+
+
+def event_shape(distribution: Any) -> tuple[int, ...]:
+    """The shape of one event."""
+    return tuple(distribution.event_shape)
+
+
+def shape(distribution: Any) -> tuple[int, ...]:
+    """The shape of one draw: batch shape, then event shape."""
+    return (*distribution.batch_shape, *distribution.event_shape)
+
+
+def dtype(distribution: Any) -> Any:
+    """The dtype of a draw, from the distribution's own word, its support or its parameters; nothing is sampled."""
+    own = getattr(distribution, "dtype", None)
+    if own is not None:
+        return jax.dtypes.canonicalize_dtype(own)
+    if isinstance(distribution, dist.Delta):
+        return jnp.result_type(distribution.v)
+    if is_discrete(distribution):
+        return jnp.result_type(int)
+    floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    return jnp.result_type(float, *floats) if not floats else jnp.result_type(*floats)
+
+
+def is_discrete(distribution: Any) -> bool:
+    """Whether the distribution has a mass function rather than a density."""
+    if is_tfp(distribution):
+        return not jnp.issubdtype(distribution.dtype, jnp.floating)
+    try:
+        return bool(distribution.support.is_discrete)
+    except (AttributeError, NotImplementedError):
+        own = getattr(distribution, "dtype", None)
+        return own is not None and not jnp.issubdtype(own, jnp.floating)
+
+
+def support(distribution: Any) -> Any:
+    """The set of values with positive density, as the distribution describes it, or None."""
+    return getattr(distribution, "support", None)
+
+
+def sample(distribution: Any, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+    """Draws from any distribution; TFP takes the key as ``seed=``."""
+    if is_tfp(distribution):
+        return distribution.sample(sample_shape, seed=key)
+    return distribution.sample(key, sample_shape)
+
+
+def log_prob(distribution: Any, value: Array) -> Array:
+    """The log density of ``value``, with one entry for each event."""
+    return distribution.log_prob(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NumpyroBijector:
+    transform: Any
+    event_dim: int
+
+    def forward(self, u):
+        value = self.transform(u)
+        log_det = self.transform.log_abs_det_jacobian(u, value)
+        extra = self.event_dim - self.transform.codomain.event_dim
+        return value, log_det.sum(tuple(range(-extra, 0))) if extra > 0 else log_det
+
+    def inverse(self, value):
+        return self.transform.inv(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TfpBijector:
+    bijector: Any
+    event_dim: int
+
+    def forward(self, u):
+        # The number of event axes is given on the unconstrained side, which may differ (a Cholesky factor).
+        extra = self.event_dim - self.bijector.forward_min_event_ndims
+        ndims = max(self.bijector.inverse_event_ndims(self.event_dim), 0) if extra >= 0 else self.event_dim
+        return self.bijector.forward(u), self.bijector.forward_log_det_jacobian(u, event_ndims=ndims)
+
+    def inverse(self, value):
+        return self.bijector.inverse(value)
+
+
+def bijector(distribution: Any) -> Bijector:
+    """The default map from unconstrained reals onto the support of a distribution.
+
+    NumPyro: ``biject_to(support)``. TFP: ``experimental_default_event_space_bijector()``.
+
+    Raises:
+        NotImplementedError: neither is known for this support.
+    """
+    event_dim = len(distribution.event_shape)
+    if is_tfp(distribution):
+        return _TfpBijector(distribution.experimental_default_event_space_bijector(), event_dim)
+    return _NumpyroBijector(biject_to(distribution.support), event_dim)
+
+
+def feasible(distribution: Any, value: Array) -> Array:
+    """A point of the support, of the shape and dtype of ``value``; what a masked entry is replaced by."""
+    if is_tfp(distribution):
+        unconstrained = jax.eval_shape(bijector(distribution).inverse, value)
+        zeros = jnp.zeros(unconstrained.shape, unconstrained.dtype)
+        return jnp.asarray(bijector(distribution).forward(zeros)[0], value.dtype)
+    return jnp.broadcast_to(jnp.asarray(distribution.support.feasible_like(value), value.dtype), value.shape)
+
+
+def with_safe_parameters(distribution: Any, keep: Array) -> Any:
+    """Replaces those parameters that belong to masked entries alone by ones of their domain.
+
+    A masked entry's parameters may be NaN, and NaN times a zero cotangent is NaN. Parameters with the axes of ``keep``
+    in front are replaced entry by entry; others serve entries that count, and stay.
+    """
+    constraints = getattr(distribution, "arg_constraints", {})
+    changed: dict[str, Any] = {}
+    for name, constraint in constraints.items():
+        value = getattr(distribution, name, None)
+        if value is None or jnp.ndim(value) < keep.ndim or jnp.shape(value)[: keep.ndim] != keep.shape:
+            continue
+        mask = keep.reshape(*keep.shape, *[1] * (jnp.ndim(value) - keep.ndim))
+        try:
+            safe = constraint.feasible_like(value)
+        except (AttributeError, NotImplementedError):
+            continue
+        changed[name] = jnp.where(mask, value, safe)
+    if not changed or is_tfp(distribution):
+        return distribution
+    copy_of = copy.copy(distribution)
+    for name, value in changed.items():
+        setattr(copy_of, name, value)
+    return copy_of
