@@ -24,7 +24,6 @@ from ppleffects.effects.interpreter import Interpreter as Interpreter
 from ppleffects.effects.interpreter import Uninitialized as Uninitialized
 from ppleffects.effects.interpreter import reinterpret as reinterpret
 from ppleffects.effects.primitive import Lane as Lane
-from ppleffects.effects.primitive import derivative_error as derivative_error
 from ppleffects.effects.primitive import effect_primitive as effect_primitive
 from ppleffects.effects.shard_map import default_shard_map_handler as default_shard_map_handler
 from ppleffects.effects.structure import structure_of as structure_of

@@ -16,8 +16,6 @@ import jax
 from jax import Array
 from jax._src import config, core, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir
-from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import parallel
 from jax._src.lax.control_flow.conditionals import cond_p
 from jax._src.lax.control_flow.loops import scan_p, while_p
 from jax._src.named_sharding import UNSPECIFIED
@@ -57,6 +55,7 @@ class InterpretedEffect(effects.Effect):
 
 
 interpreted_effect = InterpretedEffect()
+_effect_primitives: set[Primitive] = set()
 for _allowed in (
     effects.control_flow_allowed_effects,
     effects.remat_allowed_effects,
@@ -93,7 +92,6 @@ def register_effect_rules(
     abstract_eval: Callable[..., Any],
     batch: Callable[..., Any],
     unhandled: Callable[..., Exception],
-    under_derivative: Callable[..., Exception],
 ) -> None:
     """Registers all of JAX's rules for an effect primitive.
 
@@ -102,9 +100,9 @@ def register_effect_rules(
         abstract_eval: from abstract operands and parameters to abstract results.
         batch: ``(lane, operands, **params) -> (results, axes)``; the batched operands have the lane's axis in front.
         unhandled: from parameters to the error for running outside of an interpretation.
-        under_derivative: from parameters to the error for being differentiated before it is interpreted.
     """
     primitive.multiple_results = True
+    _effect_primitives.add(primitive)
 
     def effectful(*avals, **params):
         return abstract_eval(*avals, **params), {interpreted_effect}
@@ -114,9 +112,6 @@ def register_effect_rules(
 
     def lower(_ctx, *_, **params):
         raise unhandled(**params)
-
-    def differentiate(_primals, _tangents, **params):
-        raise under_derivative(**params)
 
     def batched(axis_data, operands, dims, **params):
         operands = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
@@ -128,21 +123,38 @@ def register_effect_rules(
     primitive.def_effectful_abstract_eval(effectful)
     primitive.def_impl(run)
     mlir.register_lowering(primitive, lower)
-    ad.primitive_jvps[primitive] = differentiate
     batching.fancy_primitive_batchers[primitive] = batched
 
 
-def under_derivative() -> bool:
-    """Whether the code that runs now is differentiated within the function that is being traced."""
-    trace = core.trace_ctx.trace
-    while trace is not None and not isinstance(trace, pe.DynamicJaxprTrace):
-        if isinstance(trace, ad.JVPTrace | ad.LinearizeTrace):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+# --- derivatives and batching of control flow that holds an effect ----------------------------------------------------
 
 
-# --- batching of control flow that holds an effect --------------------------------------------------------------------
+def refuse_derivatives(refuse: Callable[[Primitive, dict[str, Any]], Exception]) -> None:
+    """Makes JAX refuse to differentiate an effect, before it is interpreted, in every form.
+
+    A rule for ``jvp`` is not enough: JAX does not call it where no tangent reaches the equation, and then drops,
+    hoists or repeats the equation as it sees fit.
+
+    Args:
+        refuse: from the differentiated primitive and its parameters to the error to raise.
+    """
+
+    def guarded(process):
+        def process_primitive(self, primitive, tracers, params, /):
+            if primitive in _effect_primitives or any(_holds_effect(value) for value in params.values()):
+                raise refuse(primitive, params)
+            return process(self, primitive, tracers, params)
+
+        return process_primitive
+
+    for trace in (ad.JVPTrace, ad.LinearizeTrace):
+        trace.process_primitive = guarded(trace.process_primitive)
+
+
+def _holds_effect(param: Any) -> bool:
+    if isinstance(param, tuple):
+        return any(isinstance(p, Jaxpr) and has_effect(p) for p in param)
+    return isinstance(param, Jaxpr) and has_effect(param)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,7 +169,7 @@ def _outside(axis_data: batching.AxisData) -> _OutsideAxisData:
     return _OutsideAxisData(**fields, depth=getattr(axis_data, "depth", 0) + 1)
 
 
-_batch_shard_map = batching.BatchTrace.process_shard_map
+_batch_shard_map = batching.BatchTrace.process_shard_map  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _batch_shard_map_marked(trace, *args, **params):
@@ -167,7 +179,7 @@ def _batch_shard_map_marked(trace, *args, **params):
     return _batch_shard_map(marked, *args, **params)
 
 
-batching.BatchTrace.process_shard_map = _batch_shard_map_marked
+batching.BatchTrace.process_shard_map = _batch_shard_map_marked  # pyright: ignore[reportAttributeAccessIssue]
 
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
 _batch_while = batching.fancy_primitive_batchers[while_p]
@@ -196,6 +208,11 @@ def batch_control_flow(refuse: Callable[[str, Jaxpr], Exception]) -> None:
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
+
+
+def aval_of(var: Any) -> core.ShapedArray:
+    """The type of a variable of a jaxpr."""
+    return var.aval
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -239,9 +256,7 @@ def array_type(shape: tuple[int, ...], dtype: Any, axes: frozenset[str] = frozen
     """The type of an array that varies over ``axes`` and is replicated over the explicit axes of the context's mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, P(*[None] * len(shape)))
-    return core.ShapedArray(shape, dtype, sharding=sharding).update(
-        manual_axis_type=core.ManualAxisType(varying=axes)
-    )
+    return core.ShapedArray(shape, dtype, sharding=sharding).update(manual_axis_type=core.ManualAxisType(varying=axes))
 
 
 def sharding_spec(x: Any) -> P:
@@ -356,7 +371,12 @@ def _line(traceback: Any) -> str:
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    return [j if hasattr(j, "eqns") else j.jaxpr for j in core.jaxprs_in_params(eqn.params)]
+    return jaxprs_in(eqn.params)
+
+
+def jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation, in order."""
+    return [j if hasattr(j, "eqns") else j.jaxpr for j in core.jaxprs_in_params(params)]
 
 
 _primitives: weakref.WeakKeyDictionary[Jaxpr, frozenset[Primitive]] = weakref.WeakKeyDictionary()
@@ -373,7 +393,7 @@ def primitives_in(jaxpr: Jaxpr) -> frozenset[Primitive]:
     return found
 
 
-# --- parameters of the higher-order primitives --------------------------------------------------------------------------
+# --- parameters of the higher-order primitives --------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,7 +431,9 @@ def while_parts(eqn: JaxprEqn, invals: Sequence[Any]) -> WhileParts:
     """Splits a while loop's operands into the constants of its two bodies and the carry."""
     p = eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
-    return WhileParts(p["cond_jaxpr"], p["body_jaxpr"], list(invals[:n]), list(invals[n : n + m]), list(invals[n + m :]))
+    return WhileParts(
+        p["cond_jaxpr"], p["body_jaxpr"], list(invals[:n]), list(invals[n : n + m]), list(invals[n + m :])
+    )
 
 
 def jit_options(eqn: JaxprEqn) -> tuple[Jaxpr, dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 
@@ -25,10 +25,12 @@ class _Casting(Interpreter[Any]):
     def _cast(self, values: Any) -> list[Any]:
         return [_jax.cast_varying(x, self.axes) for x in values]
 
+    @override
     def run(self, jaxpr, consts, ctx, *args):
         outs, ctx = super().run(jaxpr, consts, ctx, *args)
         return self._cast(outs), ctx
 
+    @override
     def _apply(self, ctx, eqn, invals):
         invals = self._cast(invals)
         inner = _jax.bodies(eqn)

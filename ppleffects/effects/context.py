@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 
@@ -83,15 +83,19 @@ class State(Part):
 
     value: Any
 
+    @override
     def enter(self, frame):
         return Crossing(carried=self.value)
 
+    @override
     def inside(self, frame, crossing):
         return State(crossing.carried)
 
+    @override
     def leave(self, frame):
         return self.value, ()
 
+    @override
     def rejoin(self, frame, carried, emitted):
         return State(carried)
 
@@ -106,7 +110,7 @@ def split(context: Any) -> tuple[list[Part], Callable[[Sequence[Part]], Any]]:
     bare = [not _is_part(node) for node in nodes]
 
     def join(parts: Sequence[Part]) -> Any:
-        values = [part.value if b else part for part, b in zip(parts, bare, strict=True)]
+        values = [part.value if b and isinstance(part, State) else part for part, b in zip(parts, bare, strict=True)]
         return jax.tree.unflatten(tree, values)
 
     return [State(node) if b else node for node, b in zip(nodes, bare, strict=True)], join

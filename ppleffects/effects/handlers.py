@@ -1,4 +1,4 @@
-"""The default handlers: how an interpretation passes through jit, checkpoint, scan, while, cond and custom derivatives."""
+"""The default handlers: how a context passes jit, checkpoint, scan, while, cond and custom derivatives."""
 
 from __future__ import annotations
 
@@ -205,7 +205,9 @@ def default_dispatcher() -> Dispatcher[Any]:
     return Dispatcher(default_handlers())
 
 
-def _entered(frame: Frame, parts: Sequence[Part], crossings: Sequence[Crossing], carried: Any, sliced: Any) -> list[Part]:
+def _entered(
+    frame: Frame, parts: Sequence[Part], crossings: Sequence[Crossing], carried: Any, sliced: Any
+) -> list[Part]:
     return [
         part.inside(frame, Crossing(crossing.shared, c, x))
         for part, crossing, c, x in zip(parts, crossings, carried, sliced, strict=True)

@@ -94,9 +94,7 @@ class Interpreter[Context]:
         inner, consts = getattr(jaxpr, "jaxpr", jaxpr), jaxpr.consts
         return self.run(inner, consts, ctx, *args)
 
-    def run(
-        self, jaxpr: Jaxpr, consts: Any, ctx: Context, *args: TracerValue
-    ) -> tuple[list[TracerValue], Context]:
+    def run(self, jaxpr: Jaxpr, consts: Any, ctx: Context, *args: TracerValue) -> tuple[list[TracerValue], Context]:
         """Like calling, with the constants apart."""
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         last = _last_uses(jaxpr)
@@ -181,7 +179,7 @@ def reinterpret[Context, **P, R](
 
         def flat(*leaves):
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            return fn(*args, **kwargs)
+            return fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
         traced = _jax.trace(flat, *leaves)
         outs, ctx = interpreter.run(traced.jaxpr, traced.consts, ctx, *leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ppleffects.effects import _jax
@@ -13,7 +13,7 @@ __all__ = ["Lane", "effect_primitive"]
 
 
 def effect_primitive(
-    name: str, abstract_eval: Callable[..., list[Any]], batch: Callable[..., tuple[list[Any], list[int | None]]]
+    name: str, abstract_eval: Callable[..., list[Any]], batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]]
 ) -> Primitive:
     """Makes a primitive that every JAX transformation keeps, and that fails unless an interpretation handles it.
 
@@ -31,7 +31,9 @@ def effect_primitive(
 
     Example:
         >>> from ppleffects.effects import effect_primitive
-        >>> log_p = effect_primitive("log", lambda x, **params: [], lambda lane, xs, **params: (log_p.bind(*xs, **params), []))
+        >>> log_p = effect_primitive(
+        ...     "log", lambda x, **params: [], lambda lane, xs, **params: (log_p.bind(*xs, **params), [])
+        ... )
         >>> log_p.bind(1.0, name="x")
         Traceback (most recent call last):
         ...
@@ -48,17 +50,17 @@ def effect_primitive(
             "ppl.log_density(model)(values), instead of calling it",
         )
 
-    def under_derivative(**params):
-        return derivative_error(name, **params)
-
-    _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled, under_derivative)
+    _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled)
     return primitive
 
 
-def derivative_error(primitive: str, **params: Any) -> UnsupportedPrimitiveError:
-    """The error for an effect that is differentiated inside a model, where its meaning would be lost or doubled."""
+def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
+    """The error for an effect that is differentiated before it is interpreted: it would be lost, or counted twice."""
+    bodies = _jax.jaxprs_in(params)
+    site = next((e for body in bodies for e in _effect_equations(body)), None)
+    params = params if site is None else site.params
     return UnsupportedPrimitiveError(
-        f"'{primitive}' is differentiated inside of the model (grad, jvp, linearize, hessian ...)",
+        f"an effect in '{primitive}' is differentiated inside of the model (grad, jvp, linearize, hessian ...)",
         site=params.get("name"),
         source=params.get("source"),
         fix="take the site out of the differentiated function and pass its value in",
@@ -87,3 +89,4 @@ def _effect_equations(jaxpr: _jax.Jaxpr):
 
 
 _jax.batch_control_flow(_refuse)
+_jax.refuse_derivatives(_derivative_error)

@@ -70,9 +70,7 @@ def _specs(declare: Callable[[Any], Any] | None, abstract: Any) -> Any:
     """Returns the declared specs as a tree with one spec for each leaf of the context."""
     declared = PartitionSpec() if declare is None else declare(abstract)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: spec, part), declared, abstract, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), declared, abstract, is_leaf=is_spec)
 
 
 def _placed(shard: _jax.ShardMapParts, ctx: Any, specs: Any) -> Any:

@@ -66,19 +66,19 @@ class Target:
         """Returns the values of latents and deterministics at ``u``."""
         _, ctx = run(self.model, u, reading=Reading(unconstrained=True))
         kinds = self.program.named("sample", "deterministic")
-        return {name: r.value for name, r in ctx.records.entries.items() if name in kinds}
+        return {name: r.value for name, r in ctx.entries.items() if name in kinds}
 
     def unconstrain(self, values: Mapping[str, Any]) -> Unconstrained:
         """Returns ``u`` for values of all latents; the inverse of ``constrain``."""
         checked = checked_values(self.program, values)
         _, ctx = run(self.model, checked, reading=Reading(invert=True))
         latents = self.program.named("sample")
-        return {name: r.value for name, r in ctx.records.entries.items() if name in latents}
+        return {name: r.value for name, r in ctx.entries.items() if name in latents}
 
     def log_probs(self, u: Unconstrained) -> dict[str, Array]:
         """Returns the pointwise log densities of all sites at ``u``, without log-determinants."""
         _, ctx = run(self.model, u, reading=Reading(unconstrained=True))
-        return {name: r.log_prob for name, r in ctx.records.entries.items() if r.log_prob is not None}
+        return {name: r.log_prob for name, r in ctx.entries.items() if r.log_prob is not None}
 
     def init(self, key: Any, radius: float = 2.0) -> Unconstrained:
         """Draws a position, each coordinate uniform in ``(-radius, radius)``; a name's draw depends on no other."""
@@ -98,7 +98,7 @@ class Target:
 
         def invert(model, values):
             _, ctx = run(model, values, reading=Reading(invert=True))
-            return {n: ctx.records.entries[n].value for n in latents}
+            return {n: ctx.entries[n].value for n in latents}
 
         shapes = jax.eval_shape(invert, self.model, values)
         return {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in shapes.items()}
@@ -108,7 +108,7 @@ class Target:
         names = self.program.named("observe")
         zeros = {n: jnp.zeros(s.shape, s.dtype) for n, s in self.position_type.items()}
         _, ctx = run(self.model, zeros, reading=Reading(unconstrained=True))
-        return {name: ctx.records.entries[name].value for name in names}
+        return {name: ctx.entries[name].value for name in names}
 
 
 def target(model: Callable[..., Any]) -> Callable[..., Target]:

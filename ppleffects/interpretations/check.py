@@ -93,16 +93,21 @@ def _check_mesh(occurrence: Occurrence) -> None:
     varies = occurrence.operand_axes & own
     if kind == "sample":
         _check_latent(occurrence, own, varies, where)
-    elif site.spec is None and not varies and any(lane.depth < len(shards) for lane in site.lanes):
-        if kind != "deterministic":
-            raise SpecError(
-                f"an unvarying {kind} under a vmap inside of shard_map: one term for all shards, or one for each?",
-                site=site.name,
-                source=site.source,
-                expected="a value or parameters that vary over the mesh axis, or spec=",
-                found=f"nothing at this site varies over {sorted(own)} in {where}",
-                fix='spec=P() to count it once, spec=P("axis") to count it on every shard',
-            )
+    elif _is_ambiguous(occurrence, varies, len(shards)):
+        raise SpecError(
+            f"an unvarying {kind} under a vmap inside of shard_map: one term for all shards, or one for each?",
+            site=site.name,
+            source=site.source,
+            expected="a value or parameters that vary over the mesh axis, or spec=",
+            found=f"nothing at this site varies over {sorted(own)} in {where}",
+            fix='spec=P() to count it once, spec=P("axis") to count it on every shard',
+        )
+
+
+def _is_ambiguous(occurrence: Occurrence, varies: frozenset[str], depth: int) -> bool:
+    site = occurrence.site
+    inside = any(lane.depth < depth for lane in site.lanes)
+    return occurrence.kind in ("observe", "factor") and site.spec is None and not varies and inside
 
 
 def _check_latent(occurrence: Occurrence, own: frozenset[str], varies: frozenset[str], where: str) -> None:

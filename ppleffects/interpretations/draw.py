@@ -24,15 +24,16 @@ def as_key(key: Any) -> Array:
     """
     if isinstance(key, int) and not isinstance(key, bool):
         return jax.random.key(key)
-    dtype = getattr(key, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ():
-        return key
-    if dtype == jnp.uint32 and key.ndim == 1:
-        return jax.random.wrap_key_data(key)
+    if hasattr(key, "dtype"):
+        key = jnp.asarray(key)
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+            return key
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(key)
     raise PPLError(
         "this is not a random key",
         expected="jax.random.key(seed), one legacy uint32 key, or an int seed",
-        found=f"{key!r}" if dtype is None else f"an array of dtype {dtype} and shape {key.shape}",
+        found=f"{jnp.asarray(key).dtype}{list(jnp.shape(key))}" if hasattr(key, "dtype") else repr(key),
     )
 
 
@@ -78,7 +79,6 @@ def _draw(key: Array, site: SiteParams, steps: list[Array], shards: list[Array],
         *arrays, key = operands
         for shard in shards:
             key = jax.random.fold_in(key, shard)
-        dist = site.structure.build(arrays)
-        return protocol.sample(dist, key)
+        return protocol.sample(site.distribution(arrays), key)
 
     return over_lanes(one, lanes, extra=1)(*arrays, keys)

@@ -94,7 +94,7 @@ class Occurrence:
     def dtype(self) -> Any:
         """The dtype of the value."""
         operand = self.eqn.outvars[0] if self.eqn.outvars else self.eqn.invars[0]
-        return operand.aval.dtype
+        return _jax.aval_of(operand).dtype
 
     @property
     def operand_axes(self) -> frozenset[str]:
@@ -170,7 +170,7 @@ class Occurrence:
         structure = self.site.structure
         if structure is None:
             return None
-        avals = [v.aval for v in self.eqn.invars][: sum(structure.dynamic)]
+        avals = [_jax.aval_of(v) for v in self.eqn.invars][: sum(structure.dynamic)]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         return structure.build(
             jax.ShapeDtypeStruct(x.shape[sum(lane.mapped[i] for lane in self.site.lanes) :], x.dtype)

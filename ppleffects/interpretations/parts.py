@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +34,20 @@ class Inputs(Part):
         names = {o.site.name for o in occurrences(body)}
         return {name: value for name, value in self.values.items() if name in names}
 
+    @override
     def enter(self, frame):
         here = self.within(frame.body)
         return Crossing(sliced=here) if frame.kind == "scan" else Crossing(shared=here)
 
+    @override
     def inside(self, frame, crossing):
         return Inputs(crossing.sliced if frame.kind == "scan" else crossing.shared)
 
+    @override
     def leave(self, frame):
         return (), ()
 
+    @override
     def rejoin(self, frame, carried, emitted):
         return self
 
@@ -61,20 +65,24 @@ class Draws(Part):
     key: Array
     steps: tuple[Array, ...] = ()
 
+    @override
     def enter(self, frame):
         if frame.kind == "scan":
             return Crossing(shared=(self.key, self.steps), sliced=jnp.arange(frame.length, dtype=jnp.uint32))
         start = jnp.uint32(0) if frame.kind == "while" else ()
         return Crossing(shared=(self.key, self.steps), carried=start)
 
+    @override
     def inside(self, frame, crossing):
         key, steps = crossing.shared
         step = {"scan": crossing.sliced, "while": crossing.carried}.get(frame.kind)
         return Draws(key, steps if step is None else (*steps, step))
 
+    @override
     def leave(self, frame):
         return (self.steps[-1] + jnp.uint32(1) if frame.kind == "while" else ()), ()
 
+    @override
     def rejoin(self, frame, carried, emitted):
         return self
 
@@ -102,15 +110,19 @@ class Records(Part):
 
     entries: dict[str, Record]
 
+    @override
     def enter(self, frame):
         return Crossing()
 
+    @override
     def inside(self, frame, crossing):
         return Records({})
 
+    @override
     def leave(self, frame):
         return (), self.entries
 
+    @override
     def align(self, frame, emitted):
         names = sorted({name for branch in emitted for name in branch})
         templates = {name: _common(name, [branch.get(name) for branch in emitted]) for name in names}
@@ -120,6 +132,7 @@ class Records(Part):
 
         return [complete for _ in emitted]
 
+    @override
     def accumulate(self, frame, total, emitted):
         if emitted:
             name = next(iter(emitted))
@@ -130,6 +143,7 @@ class Records(Part):
             )
         return total
 
+    @override
     def rejoin(self, frame, carried, emitted):
         return Records({**self.entries, **emitted})
 
@@ -192,15 +206,19 @@ class Totals(Part):
         axes = frozenset().union(*map(_jax.varying, sums))
         return functools.reduce(jnp.add, [_jax.cast_varying(s, axes) for s in sums])
 
+    @override
     def enter(self, frame):
         return Crossing()
 
+    @override
     def inside(self, frame, crossing):
         return Totals({}, self.manual)
 
+    @override
     def leave(self, frame):
         return (), self.sums
 
+    @override
     def align(self, frame, emitted):
         types = {key: jnp.result_type(*(e[key].dtype for e in emitted if key in e)) for e in emitted for key in e}
 
@@ -209,6 +227,7 @@ class Totals(Part):
 
         return [complete for _ in emitted]
 
+    @override
     def rejoin(self, frame, carried, emitted):
         joined = self
         for key, value in emitted.items():
@@ -244,6 +263,11 @@ class Context:
     records: Records | None
     totals: Totals
 
+    @property
+    def entries(self) -> dict[str, Record]:
+        """What sites have written; nothing if it is not wanted."""
+        return {} if self.records is None else self.records.entries
+
     def written(self, name: str, record: Record) -> Context:
         """The context with one more record."""
         if self.records is None:
@@ -253,5 +277,3 @@ class Context:
     def added(self, term: Array, axes: frozenset[str]) -> Context:
         """The context with one more term of the log density."""
         return dataclasses.replace(self, totals=self.totals.add(term, axes))
-
-

@@ -134,9 +134,7 @@ _compiled: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 _MAX_COMPILED = 256
 
 
-def compiled(
-    build: Callable[[Program], Callable[..., Any]], program: Program, *static: Hashable
-) -> Callable[..., Any]:
+def compiled(build: Callable[..., Callable[..., Any]], program: Program, *static: Hashable) -> Callable[..., Any]:
     """Returns ``jax.jit(build(program, *static))``, the same one for every program of the same structure.
 
     Data are arguments of what ``build`` returns, so that one compilation serves all data of one shape.

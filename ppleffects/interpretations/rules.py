@@ -1,4 +1,4 @@
-"""The handlers of the four site primitives and of shard_map, written once for every interpretation of a model."""
+"""The handlers of the four site primitives, written once for every interpretation of a model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.effects import (
-    Frame,
-    HandlerResult,
-    Interpreter,
-    Lane,
-    _jax,
-    default_dispatcher,
-    default_shard_map_handler,
-)
+from ppleffects.effects import HandlerResult, Interpreter, Lane, _jax, default_dispatcher
 from ppleffects.errors import PPLError
 from ppleffects.interpretations.draw import draw
-from ppleffects.interpretations.layout import Occurrence, Placement, Step, occurrences
-from ppleffects.interpretations.parts import Context, Inputs, Record, Records, Totals
+from ppleffects.interpretations.parts import Context, Record
+from ppleffects.interpretations.shards import shard_map_rule
 from ppleffects.language import (
     SiteParams,
     deterministic_p,
@@ -49,6 +41,9 @@ class Reading:
     invert: bool = False
 
 
+GIVEN = Reading()
+
+
 def interpreter(reading: Reading, label: str) -> Interpreter[Context]:
     """The interpreter of models that reads latents in one way."""
     return Interpreter(
@@ -58,14 +53,11 @@ def interpreter(reading: Reading, label: str) -> Interpreter[Context]:
                 observe_p: _observe,
                 factor_p: _factor,
                 deterministic_p: _deterministic,
-                _jax.shard_map_p: _shard_map,
+                _jax.shard_map_p: shard_map_rule,
             }
         ),
         label,
     )
-
-
-# --- sites ------------------------------------------------------------------------------------------------------------
 
 
 def _sample(reading, interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
@@ -158,7 +150,7 @@ def _log_prob(
 
     def one(*operands):
         arrays, value, *rest = operands[:at], *operands[at:]
-        dist = site.structure.build(arrays)
+        dist = site.distribution(arrays)
         if not rest:
             return protocol.log_prob(dist, value)
         (keep,) = rest
@@ -190,12 +182,9 @@ def _through_bijector(site: SiteParams, arrays: list[Any], fn: Callable[..., Any
 
     def one(*operands):
         *arrays, x = operands
-        return fn(protocol.bijector(site.structure.build(arrays)), x)
+        return fn(protocol.bijector(site.distribution(arrays)), x)
 
     return lambda x: over_lanes(one, lanes, extra=1)(*arrays, x)
-
-
-# --- mesh axes ----------------------------------------------------------------------------------------------------------
 
 
 def _site_axes(site: SiteParams, operands: list[Any], ctx: Context) -> frozenset[str]:
@@ -228,125 +217,3 @@ def _claimed(record: Record, ctx: Context, axes: frozenset[str]) -> Record:
     if log_prob is not None:
         log_prob = _mean_over_replicas(log_prob, ctx, axes)
     return Record(jax.lax.pmax(record.value, extra) if extra else record.value, log_prob, record.active)
-
-
-# --- shard_map ----------------------------------------------------------------------------------------------------------
-
-
-def _shard_map(interpreter: Interpreter[Context], ctx: Context, eqn, invals) -> HandlerResult[Context]:
-    """Values enter by their site's spec; totals are summed over their own axes; records leave by their site's spec."""
-    shard = _jax.shard_map_parts(eqn)
-    frame = Frame("shard_map", eqn, shard.body)
-    places = _placements(eqn, shard)
-    manual = tuple(sorted({*ctx.totals.manual, *shard.axes}))
-    entering = Context(
-        Inputs(ctx.inputs.within(shard.body)),
-        ctx.draws,
-        None if ctx.records is None else Records({}),
-        Totals({}, manual),
-    )
-
-    def in_specs(abstract: Context) -> Context:
-        values = {
-            name: places[name].placement.spec(len(x.shape), places[name].given_event_dim(x))
-            for name, x in abstract.inputs.values.items()
-        }
-        return dataclasses.replace(_all_replicated(abstract), inputs=Inputs(values))
-
-    def out_specs(abstract: Context) -> Context:
-        return dataclasses.replace(_all_replicated(abstract), records=_record_specs(abstract.records, places))
-
-    def body(jaxpr, ctx, *args):
-        values = {name: _squeezed(x, places[name]) for name, x in ctx.inputs.values.items()}
-        outs, ctx = interpreter(jaxpr, dataclasses.replace(ctx, inputs=Inputs(values)), *args)
-        return outs, dataclasses.replace(ctx, inputs=Inputs({}), draws=None)
-
-    left = default_shard_map_handler(
-        body,
-        entering,
-        eqn,
-        invals,
-        declare_ctx_in_specs=in_specs,
-        declare_ctx_out_specs=out_specs,
-        reduce_ctx=lambda ctx: _reduced(ctx, shard, places),
-    )
-    totals = ctx.totals.rejoin(frame, (), left.ctx.totals.sums)
-    records = None if ctx.records is None else ctx.records.rejoin(frame, (), left.ctx.records.entries)
-    return HandlerResult(dataclasses.replace(ctx, totals=totals, records=records), left.outvals)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a site of a shard_map's body lies, as the body sees it."""
-
-    placement: Placement
-    batch_ndim: int
-    event_dim: int
-
-    def given_event_dim(self, given: Any) -> int:
-        """The number of event axes of a given value; an unconstrained one may have others than the site."""
-        return len(given.shape) - self.batch_ndim
-
-
-def _placements(eqn: Any, shard: _jax.ShardMapParts) -> dict[str, _Place]:
-    step = Step("shard_map", eqn, 0)
-    places = {}
-    for inner in occurrences(shard.body):
-        occurrence: Occurrence = dataclasses.replace(inner, path=(step, *inner.path))
-        placement = occurrence.placement(0)
-        stacked = sum(occurrence.placement(i).stacked for i in occurrence.shards)
-        scans = sum(s.kind == "scan" for s in inner.path)
-        batch = scans + len(occurrence.site.lanes) + len(occurrence.site.batch_shape) + stacked
-        places[occurrence.site.name] = _Place(placement, batch, occurrence.site.event_dim)
-    return places
-
-
-def _squeezed(x: Array, place: _Place) -> Array:
-    return jnp.squeeze(x, place.batch_ndim - 1) if place.placement.stacked else x
-
-
-def _all_replicated(abstract: Context) -> Any:
-    return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), abstract)
-
-
-def _record_specs(records: Records | None, places: dict[str, _Place]) -> Records | None:
-    if records is None:
-        return None
-
-    def spec(place, x, event_dim):
-        return None if x is None else place.placement.spec(len(x.shape), event_dim)
-
-    return Records(
-        {
-            name: Record(
-                spec(places[name], r.value, len(r.value.shape) - places[name].batch_ndim),
-                spec(places[name], r.log_prob, 0),
-                None if r.active is None else jax.sharding.PartitionSpec(),
-            )
-            for name, r in records.entries.items()
-        }
-    )
-
-
-def _reduced(ctx: Context, shard: _jax.ShardMapParts, places: dict[str, _Place]) -> Context:
-    """Runs inside of the manual axes, after the body: each total is summed over its own axes and no others."""
-    sums: dict[tuple[str, ...], Array] = {}
-    for axes, value in ctx.totals.sums.items():
-        here = frozenset(axes) & shard.axes
-        left = tuple(sorted(frozenset(axes) - here))
-        value = _jax.psum_over(value, here)
-        sums[left] = sums[left] + value if left in sums else value
-    records = ctx.records
-    if records is not None:
-        entries = {name: _stacked(r, places[name]) for name, r in records.entries.items()}
-        records = Records(entries)
-    return dataclasses.replace(ctx, totals=Totals(sums, ctx.totals.manual), records=records)
-
-
-def _stacked(record: Record, place: _Place) -> Record:
-    """Gives a piece without non-event axes the axis along which the pieces are joined."""
-    if not place.placement.stacked:
-        return record
-    at = place.batch_ndim - 1
-    log_prob = None if record.log_prob is None else jnp.expand_dims(record.log_prob, at)
-    return Record(jnp.expand_dims(record.value, at), log_prob, record.active)

@@ -13,11 +13,16 @@ from jax import Array
 from ppleffects.errors import DTypeError, ShapeError, ValuesError
 from ppleffects.interpretations.parts import Context, Draws, Inputs, Records, Totals
 from ppleffects.interpretations.program import Model, Program, compiled
-from ppleffects.interpretations.rules import Reading, interpreter
+from ppleffects.interpretations.rules import GIVEN, Reading, interpreter
 
 
 def run(
-    model: Model, values: Mapping[str, Array], *, key: Array | None = None, record: bool = True, reading: Reading = Reading()
+    model: Model,
+    values: Mapping[str, Array],
+    *,
+    key: Array | None = None,
+    record: bool = True,
+    reading: Reading = GIVEN,
 ) -> tuple[Any, Context]:
     """Interprets a model; returns what it returns, and the context after its last equation.
 

@@ -1,4 +1,4 @@
-"""``simulate``, ``evaluate`` and ``log_density``: what a model draws, what given values mean, and how likely they are."""
+"""``simulate``, ``evaluate`` and ``log_density``: what a model draws, and how likely given values are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Trace:
 
 def _trace(model: Model, retval: Any, ctx: Context) -> Trace:
     latents = model.program.named("sample")
-    entries = {} if ctx.records is None else ctx.records.entries
+    entries = ctx.entries
     return Trace(
         values={name: r.value for name, r in entries.items()},
         latents={name: r.value for name, r in entries.items() if name in latents},

@@ -36,7 +36,7 @@ def deterministic(
         2.0
     """
     value = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    site = new_site(name, kind="deterministic", spec=spec, dims=dims, shape=value.shape)
+    site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     return deterministic_p.bind(value, **bind_params(site))[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -26,8 +25,10 @@ def factor(name: str, log_factor: ArrayLike, *, spec: PartitionSpec | None = Non
         >>> float(ppl.log_density(model)({}))
         -3.0
     """
-    value = log_factor if isinstance(log_factor, jax.Array) else jnp.asarray(log_factor, float)
-    site = new_site(name, kind="factor", spec=spec, dims=None, shape=value.shape)
+    value = jnp.asarray(log_factor)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        value = value.astype(float)
+    site = new_site(name, spec=spec, dims=None, shape=value.shape)
     factor_p.bind(value, **bind_params(site))
 
 

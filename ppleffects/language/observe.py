@@ -54,7 +54,7 @@ def observe(
     if value is None:
         return bind_sample(name, dist, dims=dims, spec=spec, mask=mask, predicted=True)
     value = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    site = new_site(name, kind="observe", spec=spec, dims=dims, shape=value.shape)
+    site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     arrays, structure = protocol.take_apart(dist, site.name, site.source)
     site = site.replace(event_dim=len(protocol.event_shape(dist)), structure=structure)
     _check_shape(site, dist)

@@ -56,7 +56,7 @@ def sample(
 
 def bind_sample(name: str, dist: Any, *, dims: Any, spec: Any, mask: Any, predicted: bool) -> Array:
     """Binds the primitive; ``predicted`` marks an observation whose value was left open."""
-    site = new_site(name, kind="sample", spec=spec, dims=dims, shape=(), predicted=predicted)
+    site = new_site(name, spec=spec, dims=dims, shape=(), predicted=predicted)
     arrays, structure = protocol.take_apart(dist, site.name, site.source)
     fields = {"shape": protocol.shape(dist), "event_dim": len(protocol.event_shape(dist)), "structure": structure}
     return rebind_sample(site.replace(**fields), protocol.dtype(dist), arrays, mask)

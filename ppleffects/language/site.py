@@ -10,7 +10,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ppleffects.effects import Lane, _jax, derivative_error
+from ppleffects.effects import Lane, _jax
 from ppleffects.errors import PPLError, SpecError
 from ppleffects.language.distribution import Structure
 
@@ -47,6 +47,12 @@ class SiteParams:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **fields)
 
+    def distribution(self, arrays: Sequence[Any]) -> Any:
+        """Puts the distribution together from its array leaves."""
+        if self.structure is None:
+            raise PPLError("this site has no distribution", site=self.name, source=self.source)
+        return self.structure.build(arrays)
+
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """The non-event axes in one lane."""
@@ -63,17 +69,14 @@ class SiteParams:
         return (*(lane.size for lane in self.lanes), *self.shape)
 
 
-def params_of(eqn_params: dict[str, Any]) -> SiteParams:
-    """Reads the parameters of a site's equation."""
-    return eqn_params["site"]
-
-
 def bind_params(site: SiteParams) -> dict[str, Any]:
     """The parameters to bind a site's primitive with; name and source stand apart, for JAX's printer and for errors."""
     return {"name": site.name, "source": site.source, "site": site}
 
 
-def through_lane(bind: Callable[..., list[Array]], lane: Lane, operands: Sequence[Array], site: SiteParams) -> list[Array]:
+def through_lane(
+    bind: Callable[..., list[Array]], lane: Lane, operands: Sequence[Array], site: SiteParams
+) -> list[Array]:
     """Binds a site again inside of one more vmap, whose lane becomes the outermost."""
     return bind(*operands, **bind_params(site.replace(lanes=(lane, *site.lanes))))
 
@@ -96,17 +99,12 @@ def new_site(name: str, *, spec: PartitionSpec | None, dims: Sequence[str | None
     """Checks what every site is given and notes the line of the call.
 
     Raises:
-        PPLError: the name is no string, or the site is differentiated.
+        PPLError: the name is no string.
         SpecError: ``spec`` is no partition spec or names an axis that is not manual here.
     """
     source = _jax.current_line()
     if not isinstance(name, str) or not name:
-        raise PPLError(
-            "a site needs a name", source=source, expected="a string that is not empty", found=repr(name)
-        )
-    if _jax.under_derivative():
-        raise derivative_error(fields.pop("kind", "site"), name=name, source=source)
-    fields.pop("kind", None)
+        raise PPLError("a site needs a name", source=source, expected="a string that is not empty", found=repr(name))
     _check_spec(name, source, spec)
     if dims is not None:
         dims = (dims,) if isinstance(dims, str) else tuple(dims)
@@ -144,4 +142,3 @@ def value_type(site: SiteParams, dtype: Any, operands: Sequence[Any]) -> Any:
     if _jax.checks_varying():
         axes |= _jax.spec_axes(site.spec)
     return _jax.array_type(site.full_shape, dtype, axes)
-
