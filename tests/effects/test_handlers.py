@@ -68,7 +68,9 @@ def test_a_cached_jit_counts_at_each_call():
         tally(x)
         return x
 
-    fn = lambda x: once(x) + once(x) + once(2 * x)
+    def fn(x):
+        return once(x) + once(x) + once(2 * x)
+
     for _ in range(2):
         assert float(tally_of(fn, 1.0)[1]) == 4.0
 
@@ -97,7 +99,9 @@ def test_scan_in_reverse():
 
 
 def test_scan_of_length_zero():
-    fn = lambda x: lax.scan(lambda c, y: (c, (tally(y), y)[1]), x, jnp.zeros((0,)))
+    def fn(x):
+        return lax.scan(lambda c, y: (c, (tally(y), y)[1]), x, jnp.zeros((0,)))
+
     (out, ys), total = tally_of(fn, 2.0, start=3.0)
     assert (float(out), float(total), ys.shape) == (2.0, 3.0, (0,))
     _, notes = notes_of(lambda x: lax.scan(lambda c, y: (c, note("y", y)), x, jnp.zeros((0, 2))), 1.0)
@@ -106,7 +110,9 @@ def test_scan_of_length_zero():
 
 @pytest.mark.parametrize("option", [{"unroll": 2}, {"reverse": True}, {"unroll": 3, "reverse": True}])
 def test_scan_keeps_its_options(option):
-    fn = lambda x: lax.scan(lambda c, y: (c, tally(y)), x, jnp.arange(6.0), **option)[0]
+    def fn(x):
+        return lax.scan(lambda c, y: (c, tally(y)), x, jnp.arange(6.0), **option)[0]
+
     (eqn,) = find(equations(fn, 1.0).jaxpr, "scan")
     assert {k: eqn.params[k] for k in option} == option
     assert float(tally_of(fn, 1.0)[1]) == 15.0
@@ -145,21 +151,27 @@ def test_while_counts_what_runs():
 
 
 def test_fori_loop_with_a_dynamic_bound():
-    fn = lambda n: lax.fori_loop(0, n, lambda i, c: (tally(2.0), c + i)[1], 0)
+    def fn(n):
+        return lax.fori_loop(0, n, lambda i, c: (tally(2.0), c + i)[1], 0)
+
     assert float(tally_of(jax.jit(fn), 5)[1]) == 10.0
 
 
 def test_effect_in_a_while_predicate_is_refused():
     from ppleffects.errors import UnsupportedPrimitiveError
 
-    fn = lambda x: lax.while_loop(lambda c: (tally(1.0), c < 3.0)[1], lambda c: c + 1.0, x)
+    def fn(x):
+        return lax.while_loop(lambda c: (tally(1.0), c < 3.0)[1], lambda c: c + 1.0, x)
+
     with pytest.raises(UnsupportedPrimitiveError, match="predicate of 'while'"):
         tally_of(fn, 0.0)
 
 
 @pytest.mark.parametrize("pred", [True, False])
 def test_cond_of_two_branches(pred):
-    fn = lambda p, x: lax.cond(p, lambda x: (tally(1.0), x)[1], lambda x: (tally(10.0), tally(x), -x)[2], x)
+    def fn(p, x):
+        return lax.cond(p, lambda x: (tally(1.0), x)[1], lambda x: (tally(10.0), tally(x), -x)[2], x)
+
     out, total = tally_of(fn, jnp.array(pred), 3.0)
     assert (float(out), float(total)) == ((3.0, 1.0) if pred else (-3.0, 13.0))
 
@@ -175,7 +187,9 @@ def test_switch_of_three_branches(index, reverse):
 
 
 def test_cond_where_one_branch_has_no_effect():
-    fn = lambda p: lax.cond(p, lambda: tally(1.0), lambda: None)
+    def fn(p):
+        return lax.cond(p, lambda: tally(1.0), lambda: None)
+
     assert [float(tally_of(fn, jnp.array(p))[1]) for p in (True, False)] == [1.0, 0.0]
 
 
@@ -213,7 +227,9 @@ def test_a_gradient_through_all_of_it():
     def plain(x):
         return sum(jnp.sin(x * 1.1**i) for i in range(3)) + (x * 1.1**2) ** 2
 
-    total = lambda x: tally_of(fn, x)[1]
+    def total(x):
+        return tally_of(fn, x)[1]
+
     np.testing.assert_allclose(jax.grad(total)(0.7), jax.grad(plain)(0.7), rtol=1e-12)
     np.testing.assert_allclose(jax.jvp(jax.grad(total), (0.7,), (1.0,))[1], jax.hessian(plain)(0.7), rtol=1e-12)
 
@@ -248,7 +264,10 @@ def test_a_context_may_not_change_its_structure_in_a_loop():
     from tests.effects.toys import tally_p
 
     grow = Interpreter(default_dispatcher().extended({tally_p: lambda i, c, e, v: HandlerResult({**c, "n": v[0]}, [])}))
-    fn = lambda x: lax.scan(lambda c, _: (c, tally(1.0)), x, length=2)[0]
+
+    def fn(x):
+        return lax.scan(lambda c, _: (c, tally(1.0)), x, length=2)[0]
+
     with pytest.raises(ContextStructureError, match="structure of the context inside 'scan'"):
         reinterpret(fn, grow)({}, 1.0)
     shape = Interpreter(

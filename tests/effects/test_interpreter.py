@@ -51,8 +51,13 @@ def test_each_body_is_walked_once(kind):
 
 def test_each_branch_and_each_call_is_walked_once():
     counter = Counter()
-    branch = lambda x: (tally(x), x)[1]
-    fn = lambda x: lax.switch(jnp.int32(x), [branch, branch, branch], x) + branch(x)
+
+    def branch(x):
+        return (tally(x), x)[1]
+
+    def fn(x):
+        return lax.switch(jnp.int32(x), [branch, branch, branch], x) + branch(x)
+
     jax.make_jaxpr(reinterpret(fn, tallying(counter)))(jnp.zeros(()), 1.0)
     assert counter.calls == 4
 
@@ -82,7 +87,9 @@ def test_derivative_rules_stay(fn, slope, wrap):
         tally(wrap(fn)(x))
         return x
 
-    total = lambda x: tally_of(model, x)[1]
+    def total(x):
+        return tally_of(model, x)[1]
+
     np.testing.assert_allclose(total(0.3), np.sin(0.3))
     np.testing.assert_allclose(jax.grad(total)(0.3), slope)
 
@@ -95,7 +102,10 @@ def test_derivative_rules_stay_where_a_handler_looks_inside(fn, slope):
         return HandlerResult(ctx + 1, [eqn.primitive.bind(*invals, **eqn.params)])
 
     counting = Interpreter(default_dispatcher().extended({sin_p: count}))
-    out = lambda x: reinterpret(fn, counting)(jnp.zeros(()), x)
+
+    def out(x):
+        return reinterpret(fn, counting)(jnp.zeros(()), x)
+
     assert float(out(0.3)[1]) == 1.0
     np.testing.assert_allclose(jax.grad(lambda x: out(x)[0])(0.3), slope)
 
@@ -145,7 +155,9 @@ def test_bodies_without_effects_are_the_same_objects():
     def pure(x):
         return lax.scan(lambda c, y: (c * y, c), x, jnp.arange(1.0, 4.0))
 
-    fn = lambda x: (tally(x), pure(x))[1]
+    def fn(x):
+        return (tally(x), pure(x))[1]
+
     before = find(jax.make_jaxpr(fn)(1.0).jaxpr, "jit")
     after = find(equations(fn, 1.0).jaxpr, "jit")
     assert [e.params["name"] for e in before] == [e.params["name"] for e in after]
@@ -210,5 +222,7 @@ def test_reinterpret_under_jit_vmap_and_grad_outside():
         tally(x * x)
         return x
 
-    total = lambda x: tally_of(fn, x)[1]
+    def total(x):
+        return tally_of(fn, x)[1]
+
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(jnp.arange(3.0)), [0, 2, 4])

@@ -128,7 +128,10 @@ def test_one_spec_is_a_prefix_for_the_whole_context(mesh_data):
             {tally_p: lambda i, c, e, v: HandlerResult({k: x + v[0] for k, x in c.items()}, []), SHARD_MAP: handler}
         )
     )
-    fn = lambda: jax.shard_map(lambda: tally(1.0), mesh=mesh_data, in_specs=(), out_specs=None)()
+
+    def fn():
+        return jax.shard_map(lambda: tally(1.0), mesh=mesh_data, in_specs=(), out_specs=None)()
+
     _, ctx = reinterpret(fn, interpreter)({"a": jnp.arange(4.0), "b": jnp.zeros((8, 2))})
     np.testing.assert_allclose(ctx["a"], np.arange(4.0) + 1)
     assert ctx["b"].shape == (8, 2)
@@ -167,12 +170,16 @@ def test_the_body_is_walked_once(mesh_data, depth):
     counter = Counter()
 
     def body(x):
-        fn = lambda x: (tally(jnp.sum(x)), x)[1]
+        def fn(x):
+            return (tally(jnp.sum(x)), x)[1]
+
         for _ in range(depth - 1):
             fn = (lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0])(fn)
         return fn(x)
 
-    fn = lambda x: jax.shard_map(body, mesh=mesh_data, in_specs=P("data"), out_specs=P("data"))(x)
+    def fn(x):
+        return jax.shard_map(body, mesh=mesh_data, in_specs=P("data"), out_specs=P("data"))(x)
+
     interpreter = with_handler(per_shard("data"), counter)
     jax.make_jaxpr(reinterpret(fn, interpreter))(jnp.zeros(()), jnp.ones(4))
     assert counter.calls == 1
@@ -217,13 +224,19 @@ def test_gradient_through_the_context(axis_type):
 
         jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=None)(w, x)
 
-    total = lambda w: tally_of(fn, w, x, interpreter=with_handler(per_shard("data")))[1]
-    plain = lambda w: jnp.sum(jnp.sin(w * jnp.arange(4.0)))
+    def total(w):
+        return tally_of(fn, w, x, interpreter=with_handler(per_shard("data")))[1]
+
+    def plain(w):
+        return jnp.sum(jnp.sin(w * jnp.arange(4.0)))
+
     np.testing.assert_allclose(jax.jit(jax.grad(total))(0.7), jax.grad(plain)(0.7), rtol=1e-12)
     np.testing.assert_allclose(jax.jvp(total, (0.7,), (1.0,))[1], jax.grad(plain)(0.7), rtol=1e-12)
 
 
 def test_a_context_that_still_varies_needs_a_spec(mesh_data):
-    fn = lambda x: jax.shard_map(lambda x: tally(jnp.sum(x)), mesh=mesh_data, in_specs=P("data"), out_specs=None)(x)
+    def fn(x):
+        return jax.shard_map(lambda x: tally(jnp.sum(x)), mesh=mesh_data, in_specs=P("data"), out_specs=None)(x)
+
     with pytest.raises(ValueError, match="out_specs"):
         tally_of(fn, jnp.arange(4.0))
