@@ -198,13 +198,25 @@ def batch_control_flow(refuse: Callable[[str, Jaxpr], Exception]) -> None:
         return _batch_cond(axis_data, args, dims, branches=branches, **params)
 
     def loop(axis_data, args, dims, *, cond_jaxpr, body_jaxpr, **params):
-        results = _batch_while(axis_data, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
-        if has_effect(body_jaxpr) and any(d is not None for d in dims):
+        if has_effect(body_jaxpr) and _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, **params):
             raise refuse("while", body_jaxpr)
-        return results
+        return _batch_while(axis_data, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
 
     batching.fancy_primitive_batchers[cond_p] = cond
     batching.fancy_primitive_batchers[while_p] = loop
+
+
+def _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, *, cond_nconsts, body_nconsts) -> bool:
+    batched = [d is not None for d in dims]
+    in_cond, in_body = batched[:cond_nconsts], batched[cond_nconsts : cond_nconsts + body_nconsts]
+    carry = batched[cond_nconsts + body_nconsts :]
+    while True:
+        _, after = batching.batch_jaxpr(body_jaxpr, axis_data, in_body + carry, instantiate=carry)
+        grown = [a or b for a, b in zip(carry, after, strict=True)]
+        if grown == carry:
+            break
+        carry = grown
+    return batching.batch_jaxpr(cond_jaxpr, axis_data, in_cond + carry, instantiate=False)[1][0]
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -284,6 +296,16 @@ def psum_over(x: Array, axes: frozenset[str]) -> Array:
     return jax.lax.psum(x, names) if names else x
 
 
+def of_first_shard(x: Array, axes: frozenset[str]) -> Array:
+    """The value that ``x`` has on the first shard along ``axes``, typed as equal on all: to the bit, and derivable."""
+    if not axes:
+        return x
+    names = tuple(sorted(axes))
+    first = jax.numpy.stack([jax.lax.axis_index(a) == 0 for a in names]).all()
+    held = jax.numpy.where(first, x, jax.numpy.zeros_like(x))
+    return jax.lax.psum(held.astype(int), names).astype(bool) if x.dtype == bool else jax.lax.psum(held, names)
+
+
 # --- tracing and binding ----------------------------------------------------------------------------------------------
 
 
@@ -334,9 +356,12 @@ def _separate(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return getattr(closed, "jaxpr", closed), closed.consts
 
 
-def bind(eqn: JaxprEqn, invals: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Binds an equation's primitive again on new operands, in the context of the equation."""
-    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
+    """Binds an equation's primitive again on new operands; a jit donates none of them, since they are the caller's."""
+    params = eqn.params
+    if eqn.primitive is jit_p and any(params["donated_invars"]):
+        params = {**params, "donated_invars": (False,) * len(invals)}
+    bind_params = eqn.primitive.get_bind_params(params)
     outs = eqn.primitive.bind(*invals, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

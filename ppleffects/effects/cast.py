@@ -43,16 +43,17 @@ class _Casting(Interpreter[Any]):
 
 
 def run_varying(fn: Callable[..., Any], axes: frozenset[str], *args: Any) -> Any:
-    """Returns ``fn(*args)``, every leaf of it typed as varying over ``axes``.
+    """Returns ``fn(*args)``, every leaf of it typed as varying over ``axes`` and over all that an argument varies over.
 
     Args:
         fn: a function of arrays that knows nothing of a mesh.
         axes: manual axes of the context.
-        args: its arguments; they may vary over some of ``axes``, or over none.
+        args: its arguments.
     """
+    leaves, tree = jax.tree.flatten(args)
+    axes = axes.union(*map(_jax.varying, leaves))
     if not axes:
         return fn(*args)
-    leaves, tree = jax.tree.flatten(args)
     with _jax.no_mesh():
         traced = _jax.trace(lambda *xs: fn(*jax.tree.unflatten(tree, xs)), *map(_jax.without_axes, leaves))
     outs, _ = _Casting(default_dispatcher(), axes=axes).run(traced.jaxpr, traced.consts, (), *leaves)

@@ -27,14 +27,15 @@ class Frame:
         eqn: the equation.
         body: what is interpreted inside; the first branch of a cond.
         length: number of steps of a scan, else 0.
-        branch: index of the branch of a cond.
+        axes: the manual mesh axes over which the predicate of a cond or while varies: what is inside may be reached on
+            some shards and not on others.
     """
 
     kind: str
     eqn: JaxprEqn
     body: Jaxpr
     length: int = 0
-    branch: int = 0
+    axes: frozenset[str] = frozenset()
 
 
 class Crossing(NamedTuple):
@@ -67,12 +68,19 @@ class Part:
         """
         return [lambda value: value for _ in emitted]
 
+    def start(self, frame: Frame, zeros: Any) -> Any:
+        """Returns the running total of a while loop before its first iteration; ``zeros`` are zero emissions."""
+        return zeros
+
     def accumulate(self, frame: Frame, total: Any, emitted: Any) -> Any:
-        """Returns the sum of emissions over the iterations of a while loop."""
+        """Returns the running total after one more iteration of a while loop."""
         return jax.tree.map(lambda t, e: t + e, total, emitted)
 
     def rejoin(self, frame: Frame, carried: Any, emitted: Any) -> Part:
-        """Returns, from the part before the boundary, the part after it; a scan's emissions are stacked."""
+        """Returns, from the part before the boundary, the part after it.
+
+        A scan's emissions are stacked; of a while loop it is the running total.
+        """
         raise NotImplementedError
 
 

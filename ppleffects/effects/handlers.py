@@ -93,7 +93,7 @@ def default_while_handler[Context](
             source=_jax.equation_line(eqn) if site is None else site.params.get("source"),
             fix="move it into the body",
         )
-    frame = Frame("while", eqn, loop.body)
+    frame = Frame("while", eqn, loop.body, axes=_jax.varying(_jax.aval_of(loop.predicate.outvars[0])))
     parts, join = split(ctx)
     crossings = [part.enter(frame) for part in parts]
 
@@ -105,7 +105,8 @@ def default_while_handler[Context](
 
     start = [c.carried for c in crossings]
     traced = _jax.trace(iteration, start, loop.carry)
-    zeros = jax.tree.map(_zeros, traced.abstract_result[2])
+    zeros = jax.tree.map(lambda a: _zeros(a, frame.axes), traced.abstract_result[2])
+    begun = [part.start(frame, z) for part, z in zip(parts, zeros, strict=True)]
 
     def body(state):
         carried, values, totals = state
@@ -116,7 +117,7 @@ def default_while_handler[Context](
     def predicate(state):
         return interpreter(loop.predicate, ctx, *loop.predicate_consts, *state[1])[0][0]
 
-    carried, values, totals = jax.lax.while_loop(predicate, body, (start, loop.carry, zeros))
+    carried, values, totals = jax.lax.while_loop(predicate, body, (start, loop.carry, begun))
     return HandlerResult(join(_rejoined(frame, parts, carried, totals)), list(values))
 
 
@@ -127,7 +128,8 @@ def default_cond_handler[Context](
     index, *operands = invals
     branches = eqn.params["branches"]
     parts, join = split(ctx)
-    frames = [Frame("cond", eqn, body, branch=i) for i, body in enumerate(branches)]
+    axes = _jax.varying(index)
+    frames = [Frame("cond", eqn, body, axes=axes) for body in branches]
     crossings = [[part.enter(frame) for part in parts] for frame in frames]
 
     def branch(frame, crossing):
@@ -151,7 +153,7 @@ def default_cond_handler[Context](
 
         return run
 
-    runs = _alike([finished(b) for b in range(len(branches))], start, *operands)
+    runs = _alike([finished(b) for b in range(len(branches))], axes, start, *operands)
     carried, outs, emitted = jax.lax.switch(index, runs, start, *operands)
     return HandlerResult(join(_rejoined(frames[0], parts, carried, emitted)), list(outs))
 
@@ -242,19 +244,20 @@ def _same_types(frame: Frame, before: Any, after: Any) -> Any:
     return jax.tree.map(same, before, after)
 
 
-def _zeros(aval: Any) -> jax.Array:
-    return _jax.cast_varying(jnp.zeros(aval.shape, aval.dtype), _jax.varying(aval))
+def _zeros(aval: Any, axes: frozenset[str]) -> jax.Array:
+    return _jax.cast_varying(jnp.zeros(aval.shape, aval.dtype), _jax.varying(aval) | axes)
 
 
-def _alike(runs: Sequence[Callable[..., Any]], *args: Any) -> list[Callable[..., Any]]:
-    """Gives the branches of a cond results of one type: each leaf varies over all axes that it varies over in any."""
+def _alike(runs: Sequence[Callable[..., Any]], axes: frozenset[str], *args: Any) -> list[Callable[..., Any]]:
+    """Gives the branches of a cond results of one type: what varies in one varies in all, or the predicate does."""
     traced = [_jax.trace(run, *args) for run in runs]
-    axes = [frozenset().union(*map(_jax.varying, leaf)) for leaf in zip(*(t.out_avals for t in traced), strict=True)]
+    leaves = zip(*(t.out_avals for t in traced), strict=True)
+    types = [axes.union(*map(_jax.varying, leaf)) for leaf in leaves]
 
     def cast(branch: _jax.Traced) -> Callable[..., Any]:
         def run(*args):
             leaves, tree = jax.tree.flatten(branch(*args))
-            return jax.tree.unflatten(tree, [_jax.cast_varying(x, a) for x, a in zip(leaves, axes, strict=True)])
+            return jax.tree.unflatten(tree, [_jax.cast_varying(x, a) for x, a in zip(leaves, types, strict=True)])
 
         return run
 

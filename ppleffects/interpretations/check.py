@@ -90,6 +90,7 @@ def _check_mesh(occurrence: Occurrence) -> None:
             found=f"{where} has check_vma=False and the site no spec=",
             fix='spec=P("axis") if each shard has its own piece, spec=P() if the site is the same on all',
         )
+    _check_predicate(occurrence, own)
     varies = occurrence.operand_axes & own
     if kind == "sample":
         _check_latent(occurrence, own, varies, where)
@@ -101,6 +102,23 @@ def _check_mesh(occurrence: Occurrence) -> None:
             expected="a value or parameters that vary over the mesh axis, or spec=",
             found=f"nothing at this site varies over {sorted(own)} in {where}",
             fix='spec=P() to count it once, spec=P("axis") to count it on every shard',
+        )
+
+
+def _check_predicate(occurrence: Occurrence, own: frozenset[str]) -> None:
+    """A site that some shards reach and others do not cannot be the same on all."""
+    site = occurrence.site
+    reached = occurrence.predicate_axes & own
+    shared = reached - occurrence.axes
+    if shared or (occurrence.kind == "sample" and site.spec is None and reached - occurrence.operand_axes):
+        axis = sorted(shared or reached)[0]
+        raise SpecError(
+            f"the site stands in a branch or loop that some shards of '{axis}' take and others do not",
+            site=site.name,
+            source=site.source,
+            expected=f"a site that varies over '{axis}', or a predicate that does not",
+            found=f"spec={site.spec}",
+            fix=f'spec=P("{axis}"), or a predicate that is equal on all shards (jax.lax.psum, jax.lax.pmax)',
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ppleffects.effects import Lane, _jax, run_varying
@@ -22,8 +23,8 @@ def as_key(key: Any) -> Array:
     Raises:
         PPLError: it is none of them, or a batch of keys.
     """
-    if isinstance(key, int) and not isinstance(key, bool):
-        return jax.random.key(key)
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return jax.random.key(int(key))
     if hasattr(key, "dtype"):
         key = jnp.asarray(key)
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():

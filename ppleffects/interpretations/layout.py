@@ -34,6 +34,15 @@ class Step:
         return frozenset(self.eqn.params["newly_manual_axes"]) if self.kind == "shard_map" else frozenset()
 
     @property
+    def predicate_axes(self) -> frozenset[str]:
+        """The mesh axes over which the predicate of a cond or while varies."""
+        if self.kind == "cond":
+            return _jax.varying(_jax.aval_of(self.eqn.invars[0]))
+        if self.kind == "while":
+            return _jax.varying(_jax.aval_of(self.eqn.params["cond_jaxpr"].outvars[0]))
+        return frozenset()
+
+    @property
     def line(self) -> str:
         """``file.py:line`` of the equation."""
         return _jax.equation_line(self.eqn)
@@ -102,12 +111,17 @@ class Occurrence:
         return frozenset().union(*(_jax.varying(v.aval) for v in self.eqn.invars))
 
     @property
+    def predicate_axes(self) -> frozenset[str]:
+        """The mesh axes over which it varies whether the site is reached."""
+        return frozenset().union(*(step.predicate_axes for step in self.path))
+
+    @property
     def axes(self) -> frozenset[str]:
         """The mesh axes over which the site varies: its pieces are different there."""
         own = frozenset().union(*(step.axes for step in self.path))
         if self.site.spec is not None:
             return _jax.spec_axes(self.site.spec) | (self.operand_axes - own)
-        return self.operand_axes
+        return self.operand_axes | self.predicate_axes
 
     @property
     def shards(self) -> list[int]:

@@ -95,7 +95,7 @@ class Record:
     Attributes:
         value: its value; axes of lanes and loops in front.
         log_prob: pointwise log density, the value's non-event axes; None for deterministics.
-        active: whether the site was reached; None if it always is.
+        active: whether the site was reached, in the layout of ``log_prob``; None if it always is.
     """
 
     value: Array
@@ -165,13 +165,14 @@ def _common(name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]
 
 def _filled(record: Record | None, template: tuple[Record, bool]) -> Record:
     like, always = template
+    shape = like.value.shape if like.log_prob is None else like.log_prob.shape
     if record is None:
         missing = jnp.nan if jnp.issubdtype(like.value.dtype, jnp.inexact) else 0
-        zeros = None if like.log_prob is None else jnp.zeros(like.log_prob.shape, like.log_prob.dtype)
-        return Record(jnp.full(like.value.shape, missing, like.value.dtype), zeros, jnp.array(False))
+        zeros = None if like.log_prob is None else jnp.zeros(shape, like.log_prob.dtype)
+        return Record(jnp.full(like.value.shape, missing, like.value.dtype), zeros, jnp.zeros(shape, bool))
     if always or record.active is not None:
         return record
-    return Record(record.value, record.log_prob, jnp.array(True))
+    return Record(record.value, record.log_prob, jnp.ones(shape, bool))
 
 
 type Axes = tuple[str, ...]
@@ -228,10 +229,22 @@ class Totals(Part):
         return [complete for _ in emitted]
 
     @override
+    def start(self, frame, zeros):
+        return {key: (zero, zero) for key, zero in zeros.items()}
+
+    @override
+    def accumulate(self, frame, total, emitted):
+        return {key: add_compensated(total[key], term) for key, term in emitted.items()}
+
+    @override
     def rejoin(self, frame, carried, emitted):
         joined = self
         for key, value in emitted.items():
-            joined = joined.add(sum_pairwise(value) if frame.kind == "scan" else value, frozenset(key))
+            if frame.kind == "scan":
+                value = sum_pairwise(value)
+            elif frame.kind == "while":
+                value = value[0] + value[1]
+            joined = joined.add(value, frame.axes.union(key))
         return joined
 
 
@@ -244,6 +257,14 @@ def sum_pairwise(terms: Array) -> Array:
     whole = length // block * block
     head = jnp.sum(jnp.sum(terms[:whole].reshape(-1, block, *terms.shape[1:]), axis=1), axis=0)
     return head + jnp.sum(terms[whole:], axis=0) if whole < length else head
+
+
+def add_compensated(total: tuple[Array, Array], term: Array) -> tuple[Array, Array]:
+    """Adds a term to a sum and its rounding error (Neumaier 1974), so that the error does not grow with the number."""
+    value, error = total
+    new = value + term
+    lost = jnp.where(jnp.abs(value) >= jnp.abs(term), (value - new) + term, (term - new) + value)
+    return new, error + lost
 
 
 @_register

@@ -75,7 +75,8 @@ def _sample(reading, interpreter, ctx: Context, eqn, invals) -> HandlerResult[Co
     else:
         value = given
     value = _like(eqn.outvars[0].aval, jnp.asarray(value, eqn.params["dtype"]))
-    log_prob = _log_prob(site, arrays, value, mask)
+    inside = given is None or reading.unconstrained
+    log_prob = _log_prob(site, arrays, value, mask, inside=inside)
     recorded = _unconstrain(site, arrays, value) if reading.invert else value
     ctx = ctx.written(site.name, Record(recorded, log_prob))
     term = jnp.sum(log_prob)
@@ -92,7 +93,8 @@ def _observe(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     lanes = [Lane(lane.name, lane.size, lane.mapped[:at]) for lane in site.lanes]
     whole = _with_all_lanes(value, [lane.mapped[at] for lane in site.lanes], site)
     log_prob = _log_prob(site.replace(lanes=tuple(lanes)), arrays, whole, mask, masked_by=_mask_lanes(site))
-    ctx = ctx.written(site.name, _claimed(Record(whole, log_prob), ctx, axes))
+    if ctx.records is not None:
+        ctx = ctx.written(site.name, _claimed(Record(whole, log_prob), ctx, axes))
     return HandlerResult(_count(ctx, site, jnp.sum(log_prob), axes), [value])
 
 
@@ -106,6 +108,8 @@ def _factor(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
 def _deterministic(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
     (value,) = invals
+    if ctx.records is None:
+        return HandlerResult(ctx, [value])
     whole = _with_all_lanes(value, [lane.mapped[0] for lane in site.lanes], site)
     record = _claimed(Record(whole), ctx, _site_axes(site, invals, ctx))
     return HandlerResult(ctx.written(site.name, record), [value])
@@ -139,6 +143,7 @@ def _log_prob(
     value: Array,
     mask: Array | None,
     masked_by: tuple[bool, ...] | None = None,
+    inside: bool = False,
 ) -> Array:
     """The pointwise log density: the value's non-event axes, lanes in front; masked entries are 0."""
     at = len(arrays)
@@ -152,14 +157,14 @@ def _log_prob(
         arrays, value, *rest = operands[:at], *operands[at:]
         dist = site.distribution(arrays)
         if not rest:
-            return protocol.log_prob(dist, value)
+            return protocol.log_prob(dist, value, inside=inside)
         (keep,) = rest
         batch = value.shape[: value.ndim - site.event_dim]
         keep = jnp.broadcast_to(keep, batch)
         over_event = keep.reshape(*batch, *[1] * site.event_dim)
         dist = protocol.with_safe_parameters(dist, keep)
         safe = jnp.where(over_event, value, protocol.feasible(dist, value))
-        return jnp.where(keep, protocol.log_prob(dist, safe), 0.0)
+        return jnp.where(keep, protocol.log_prob(dist, safe, inside=inside), 0.0)
 
     operands = [*arrays, value] if mask is None else [*arrays, value, mask]
     result = over_lanes(one, lanes)(*operands)
@@ -212,8 +217,5 @@ def _mean_over_replicas(x: Array, ctx: Context, axes: frozenset[str]) -> Array:
 
 def _claimed(record: Record, ctx: Context, axes: frozenset[str]) -> Record:
     """Types a record that ``spec=`` claims to be equal on the shards as equal."""
-    extra = tuple(sorted((_jax.varying(record.value) & frozenset(ctx.totals.manual)) - axes))
-    log_prob = record.log_prob
-    if log_prob is not None:
-        log_prob = _mean_over_replicas(log_prob, ctx, axes)
-    return Record(jax.lax.pmax(record.value, extra) if extra else record.value, log_prob, record.active)
+    manual = frozenset(ctx.totals.manual)
+    return jax.tree.map(lambda x: _jax.of_first_shard(x, (_jax.varying(x) & manual) - axes), record)

@@ -117,7 +117,7 @@ def _checked(occurrence: Any, value: Any) -> Array:
             fix="one leading axis for each scan around the site, then one for each vmap, then batch and event axes",
         )
     given, wanted = jnp.result_type(value), occurrence.dtype
-    if _loses(given, wanted):
+    if _loses(given, wanted, isinstance(value, int | float)):
         raise DTypeError(
             "a cast to the dtype of the site would lose",
             site=site.name,
@@ -129,11 +129,13 @@ def _checked(occurrence: Any, value: Any) -> Array:
     return jnp.asarray(value, wanted)
 
 
-def _loses(given: Any, wanted: Any) -> bool:
-    """Whether a cast changes the kind of number; a float may become a narrower float, and an integer another."""
+def _loses(given: Any, wanted: Any, is_python: bool) -> bool:
+    """Whether a cast goes to a lower kind of number, or a narrower type of its kind; Python numbers have no width."""
     order = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
 
     def rank(dtype):
         return next((i for i, kind in enumerate(order) if jnp.issubdtype(dtype, kind)), len(order))
 
-    return rank(given) > rank(wanted)
+    if rank(given) != rank(wanted):
+        return rank(given) > rank(wanted)
+    return not is_python and jnp.promote_types(given, wanted) != wanted

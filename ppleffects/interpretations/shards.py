@@ -114,7 +114,7 @@ def _record_specs(records: Records | None, places: dict[str, _Place]) -> Any:
             name: Record(
                 spec(places[name], r.value, len(r.value.shape) - places[name].batch_ndim),
                 spec(places[name], r.log_prob, 0),
-                _replicated(r.active),
+                spec(places[name], r.active, 0),
             )
             for name, r in records.entries.items()
         }
@@ -140,6 +140,4 @@ def _stacked(record: Record, place: _Place) -> Record:
     """Gives a piece without non-event axes the axis along which the pieces are joined."""
     if not place.placement.stacked:
         return record
-    at = place.batch_ndim - 1
-    log_prob = None if record.log_prob is None else jnp.expand_dims(record.log_prob, at)
-    return Record(jnp.expand_dims(record.value, at), log_prob, record.active)
+    return jax.tree.map(lambda x: jnp.expand_dims(x, place.batch_ndim - 1), record)

@@ -167,9 +167,28 @@ def sample(distribution: Any, key: Array, sample_shape: tuple[int, ...] = ()) ->
     return distribution.sample(key, sample_shape)
 
 
-def log_prob(distribution: Any, value: Array) -> Array:
-    """The log density of ``value``, with one entry for each event."""
-    return distribution.log_prob(value)
+def log_prob(distribution: Any, value: Array, *, inside: bool = False) -> Array:
+    """The log density of ``value``, with one entry for each event: ``-inf`` outside of the support.
+
+    Args:
+        distribution: any distribution.
+        value: batch axes, then event axes.
+        inside: whether ``value`` is known to lie in the support, so that it need not be checked.
+    """
+    density = distribution.log_prob(value)
+    constraint = support(distribution)
+    if inside or is_tfp(distribution) or _accepts_all(constraint, value):
+        return density
+    return jnp.where(constraint(value), density, -jnp.inf)
+
+
+def _accepts_all(constraint: Any, value: Array) -> bool:
+    """Whether every number of this dtype satisfies a constraint."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    if constraint is None or dist.constraints.is_dependent(constraint) or constraint == dist.constraints.real:
+        return True
+    return value.dtype == jnp.bool_ and constraint == dist.constraints.boolean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ppleffects.effects import effect_primitive
 from ppleffects.errors import ShapeError
 from ppleffects.language import distribution as protocol
 from ppleffects.language.sample import bind_sample
-from ppleffects.language.site import SiteParams, bind_params, new_site, through_lane
+from ppleffects.language.site import SiteParams, bind_params, checked_mask, new_site, through_lane
 
 
 def observe(
@@ -63,7 +63,8 @@ def observe(
 
 def rebind_observe(site: SiteParams, arrays: Sequence[Any], value: Array, mask: Any) -> Array:
     """Binds the primitive with parameters that are known already."""
-    operands = [*arrays, value] if mask is None else [*arrays, value, jnp.asarray(mask, bool)]
+    mask = checked_mask(site, mask)
+    operands = [*arrays, value] if mask is None else [*arrays, value, mask]
     return observe_p.bind(*operands, **bind_params(site.replace(masked=mask is not None)))[0]
 
 

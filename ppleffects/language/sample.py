@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
 from ppleffects.language import distribution as protocol
-from ppleffects.language.site import SiteParams, bind_params, new_site, through_lane, value_type
+from ppleffects.language.site import SiteParams, bind_params, checked_mask, new_site, through_lane, value_type
 
 
 def sample(
@@ -64,7 +64,8 @@ def bind_sample(name: str, dist: Any, *, dims: Any, spec: Any, mask: Any, predic
 
 def rebind_sample(site: SiteParams, dtype: Any, arrays: Sequence[Any], mask: Any) -> Array:
     """Binds the primitive with parameters that are known already."""
-    operands = [*arrays] if mask is None else [*arrays, jnp.asarray(mask, bool)]
+    mask = checked_mask(site, mask)
+    operands = [*arrays] if mask is None else [*arrays, mask]
     site = site.replace(masked=mask is not None)
     return sample_p.bind(*operands, dtype=jnp.dtype(dtype), **bind_params(site))[0]
 

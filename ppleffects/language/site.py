@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from ppleffects.effects import Lane, _jax
-from ppleffects.errors import PPLError, SpecError
+from ppleffects.errors import PPLError, ShapeError, SpecError
 from ppleffects.language.distribution import Structure
 
 
@@ -134,6 +135,31 @@ def _check_spec(name: str, source: str, spec: PartitionSpec | None) -> None:
             found=f"spec={spec}",
             fix="name an axis of the shard_map that holds the site, or leave spec= out outside of shard_map",
         )
+
+
+def checked_mask(site: SiteParams, mask: Any) -> Array | None:
+    """Returns a mask as booleans.
+
+    Raises:
+        ShapeError: it does not broadcast to the non-event axes of the site; it may never enlarge it.
+    """
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask, bool)
+    try:
+        fits = jnp.broadcast_shapes(mask.shape, site.batch_shape) == site.batch_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ShapeError(
+            "the mask does not fit the site",
+            site=site.name,
+            source=site.source,
+            expected=f"a shape that broadcasts to the non-event axes {site.batch_shape}",
+            found=f"{mask.shape}",
+            fix="one entry for each event",
+        )
+    return mask
 
 
 def value_type(site: SiteParams, dtype: Any, operands: Sequence[Any]) -> Any:
