@@ -1,0 +1,100 @@
+"""Six sharded models: density and gradient against the unsharded ones, cost against the same density by hand."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks._cost import collectives, compile_gradient, cost
+from benchmarks._density_models import CASES
+
+NAMES = [case.name for case in CASES]
+ONE_REDUCTION = ["regression", "hierarchical with gather", "local latents"]
+
+
+@functools.cache
+def compiled(name: str, variant: str):
+    """The compiled value and gradient of one variant, and its arguments."""
+    case = CASES[NAMES.index(name)]
+    mesh = case.mesh()
+    arguments = case.place(mesh)
+    return compile_gradient(case.densities(mesh)[variant], *arguments), arguments
+
+
+def value_and_gradient(name: str, variant: str):
+    program, arguments = compiled(name, variant)
+    return jax.device_get(program(*arguments))
+
+
+def assert_close(found, expected, tolerance):
+    """Relative to each array's size: a gradient's entries are sums of terms that cancel."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("oracle", ["unsharded", "plain", "numpyro"])
+@pytest.mark.parametrize("name", NAMES)
+def test_density_and_gradient(name, oracle):
+    assert_close(value_and_gradient(name, "sharded"), value_and_gradient(name, oracle), 1e-10)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_density_and_gradient_on_explicit_axes(case):
+    mesh = case.mesh(jax.sharding.AxisType.Explicit)
+    found = jax.jit(jax.value_and_grad(case.densities(mesh)["sharded"]))(*case.place(mesh))
+    assert_close(jax.device_get(found), value_and_gradient(case.name, "plain"), 1e-10)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_second_derivative_along_a_direction(case):
+    """Forward over reverse, through every shard_map."""
+    mesh = case.mesh()
+    values, data = case.place(mesh)
+    direction = jax.tree.map(lambda x: 0.1 + 0.5 * x, values)
+
+    def product(variant):
+        gradient = jax.grad(case.densities(mesh)[variant])
+        return jax.jit(lambda u, v, d: jax.jvp(lambda u: gradient(u, d), (u,), (v,))[1])(values, direction, data)
+
+    assert_close(jax.device_get(product("sharded")), jax.device_get(product("plain")), 1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_are_those_of_the_density_by_hand(name):
+    found = {variant: cost(compiled(name, variant)[0]).collectives for variant in ("sharded", "by_hand", "plain")}
+    assert found["sharded"] == found["by_hand"] == found["plain"]
+    assert "all-gather" not in found["sharded"]
+    if name in ONE_REDUCTION:
+        assert found["sharded"] == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_and_bytes_are_those_of_the_density_by_hand(name):
+    found, by_hand = (cost(compiled(name, variant)[0]) for variant in ("sharded", "by_hand"))
+    assert found.flops == pytest.approx(by_hand.flops, rel=0.02)
+    assert found.bytes == pytest.approx(by_hand.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["local latents", "scan over time", "two mesh axes"])
+def test_gradients_of_local_latents_stay_on_their_shards(name):
+    case = CASES[NAMES.index(name)]
+    program, arguments = compiled(name, "sharded")
+    _, gradient = program(*arguments)
+    for latent, spec in case.value_specs.items():
+        sharding = gradient[latent].sharding
+        assert sharding.is_equivalent_to(jax.NamedSharding(case.mesh(), spec), gradient[latent].ndim)
+
+
+def test_collectives_are_counted_by_kind():
+    """The counter itself: synchronous and asynchronous forms count once, uses of a result not at all."""
+    text = """
+      %all-reduce.1 = f32[] all-reduce(%x), channel_id=1
+      %all-reduce-start.2 = (f32[], f32[]) all-reduce-start(%y), channel_id=2
+      %all-reduce-done.2 = (f32[], f32[]) all-reduce-done(%all-reduce-start.2)
+      %ag = f32[8]{0} all-gather(%z), dimensions={0}
+      %sum = f32[] add(%all-reduce.1, %all-reduce-done.2)
+    """
+    assert collectives(text) == {"all-reduce": 2, "all-gather": 1}
