@@ -93,5 +93,9 @@ class NotAvailableError(PPLError, NotImplementedError):
     """A part of the interface that this version does not have yet."""
 
 
+class LayoutWarning(UserWarning):
+    """A run is laid out otherwise than it was asked for: the same draws, for more time."""
+
+
 class DiagnosticsWarning(UserWarning):
     """An inference run ended, and its draws should not be trusted as they are."""

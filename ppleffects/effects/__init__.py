@@ -3,6 +3,7 @@
 This package knows JAX and knows no probability; any effect can be built on it.
 """
 
+from ppleffects.effects.activity import activated as activated
 from ppleffects.effects.cast import run_varying as run_varying
 from ppleffects.effects.context import Crossing as Crossing
 from ppleffects.effects.context import Frame as Frame

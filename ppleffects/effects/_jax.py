@@ -16,6 +16,7 @@ import jax
 from jax import Array
 from jax._src import config, core, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow.conditionals import cond_p
 from jax._src.lax.control_flow.loops import scan_p, while_p
 from jax._src.named_sharding import UNSPECIFIED
@@ -147,8 +148,40 @@ def refuse_derivatives(refuse: Callable[[Primitive, dict[str, Any]], Exception])
 
         return process_primitive
 
+    def guarded_custom(process):
+        def process_custom(self, primitive, fun, *rest, **params):
+            body = _primal_with_effect(self, fun, rest[-1])
+            if body is not None:
+                raise refuse(primitive, {"jaxpr": body})
+            return process(self, primitive, fun, *rest, **params)
+
+        return process_custom
+
     for trace in (ad.JVPTrace, ad.LinearizeTrace):
         trace.process_primitive = guarded(trace.process_primitive)
+        trace.process_custom_jvp_call = guarded_custom(trace.process_custom_jvp_call)
+        trace.process_custom_vjp_call = guarded_custom(trace.process_custom_vjp_call)
+
+
+def _primal_with_effect(trace: Any, fun: Any, tracers: Sequence[Any]) -> Jaxpr | None:
+    """The body of a function with its own derivative rule, if it holds an effect, of which the rule knows nothing.
+
+    JAX calls the rule alone and never traces the body, so it is traced here; where nothing is staged there is no
+    interpretation that could miss an effect.
+    """
+    while trace is not None and not isinstance(trace, pe.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    if trace is None:
+        return None
+    empty = [store for store in fun.stores if store is not None and not store]
+    try:
+        body = jax.make_jaxpr(fun.call_wrapped)(*map(jax.typeof, tracers))
+    except Exception:
+        return None
+    finally:
+        for store in empty:
+            store.reset()
+    return body if has_effect(body) else None
 
 
 def _holds_effect(param: Any) -> bool:
@@ -185,25 +218,83 @@ _batch_cond = batching.fancy_primitive_batchers[cond_p]
 _batch_while = batching.fancy_primitive_batchers[while_p]
 
 
-def batch_control_flow(refuse: Callable[[str, Jaxpr], Exception]) -> None:
-    """Installs rules that refuse what JAX would turn into "run all branches and select" around an effect.
+# A cond whose predicate differs between the lanes of a vmap and whose branches hold an effect. Operands: the branch of
+# each lane, then the operands of the branches; all have the lane's axis in front. A branch takes, before its operands,
+# whether each lane is in it.
+lane_cond_p = Primitive("lane_cond")
+
+
+def batch_control_flow(activated: Callable[[Jaxpr], Callable[..., list[Any]]]) -> None:
+    """Installs batching rules for a cond and a while whose predicate differs between lanes and that hold an effect.
+
+    JAX would run all branches and select, and go on in all lanes until the last is done, before any interpretation sees
+    it: each lane would count every branch, and every iteration of every lane.
 
     Args:
-        refuse: from the kind of control flow and the body that holds the effect to the error to raise.
+        activated: from a body to a function that takes, before the body's operands, whether the effects inside happen.
     """
 
     def cond(axis_data, args, dims, *, branches, **params):
-        if dims[0] is not None and any(map(has_effect, branches)):
-            raise refuse("cond", next(b for b in branches if has_effect(b)))
-        return _batch_cond(axis_data, args, dims, branches=branches, **params)
+        if dims[0] is None or not any(map(has_effect, branches)):
+            return _batch_cond(axis_data, args, dims, branches=branches, **params)
+        args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
+        flag = core.ShapedArray((), bool)
+        flagged = [jax.make_jaxpr(activated(b))(flag, *b.in_avals) for b in branches]
+        outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in flagged))
+        return outs, [0] * len(outs)
 
-    def loop(axis_data, args, dims, *, cond_jaxpr, body_jaxpr, **params):
-        if has_effect(body_jaxpr) and _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, **params):
-            raise refuse("while", body_jaxpr)
-        return _batch_while(axis_data, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
+    def loop(axis_data, args, dims, *, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
+        sizes = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
+        if not has_effect(body_jaxpr) or not _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, **sizes):
+            return _batch_while(axis_data, args, dims, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **sizes)
+        args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
+        before, inner = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
+        predicate = core.jaxpr_as_fun(_batched(axis_data, cond_jaxpr))
+        flag = core.ShapedArray((), bool)
+        body = core.jaxpr_as_fun(_batched(axis_data, jax.make_jaxpr(activated(body_jaxpr))(flag, *body_jaxpr.in_avals)))
+
+        def iteration(carry):
+            (active,) = predicate(*before, *carry)
+            after = body(active, *inner, *carry)
+            return [jax.numpy.where(_fit(active, new), new, old) for new, old in zip(after, carry, strict=True)]
+
+        start = list(args[cond_nconsts + body_nconsts :])
+        outs = jax.lax.while_loop(lambda carry: predicate(*before, *carry)[0].any(), iteration, start)
+        return outs, [0] * len(outs)
 
     batching.fancy_primitive_batchers[cond_p] = cond
     batching.fancy_primitive_batchers[while_p] = loop
+
+
+def _fit(flag: Array, x: Array) -> Array:
+    return flag.reshape(flag.shape + (1,) * (x.ndim - flag.ndim))
+
+
+def _at_front(axis_data: Any, x: Any, dim: int | None) -> Any:
+    return batching.bdim_at_front(x, dim, axis_data.size, mesh_axis=axis_data.explicit_mesh_axis)
+
+
+def _batched(axis_data: Any, jaxpr: Jaxpr) -> Jaxpr:
+    n, m = len(jaxpr.in_avals), len(jaxpr.out_avals)
+    return batching.batch_jaxpr(jaxpr, axis_data, [True] * n, [True] * m)[0]
+
+
+def _batch_lane_cond(axis_data, args, dims, *, branches):
+    args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
+    outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in branches))
+    return outs, [0] * len(outs)
+
+
+def _refuse_lane_cond(*_, branches, **__):
+    raise NotImplementedError("a cond under vmap that holds an effect ran outside of an interpretation")
+
+
+lane_cond_p.multiple_results = True
+lane_cond_p.def_effectful_abstract_eval(lambda *_, branches: (branches[0].out_avals, {interpreted_effect}))
+lane_cond_p.def_impl(_refuse_lane_cond)
+mlir.register_lowering(lane_cond_p, _refuse_lane_cond)
+batching.fancy_primitive_batchers[lane_cond_p] = _batch_lane_cond
+CONTROL_FLOW["lane_cond"] = lane_cond_p
 
 
 def _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, *, cond_nconsts, body_nconsts) -> bool:
@@ -244,12 +335,6 @@ def checks_varying() -> bool:
     return bool(manual_axes()) and bool(config._check_vma.value)
 
 
-def cast_varying(x: Array, axes: frozenset[str]) -> Array:
-    """Types ``x`` as varying over ``axes`` too; the value stays."""
-    missing = tuple(sorted(axes - varying(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
 def without_axes(x: Any) -> core.ShapedArray:
     """The type of ``x`` without any mesh."""
     aval = jax.typeof(x)
@@ -269,41 +354,6 @@ def array_type(shape: tuple[int, ...], dtype: Any, axes: frozenset[str] = frozen
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, P(*[None] * len(shape)))
     return core.ShapedArray(shape, dtype, sharding=sharding).update(manual_axis_type=core.ManualAxisType(varying=axes))
-
-
-def sharding_spec(x: Any) -> P:
-    """The explicit part of an array's type: how it lies on the explicit axes of the mesh."""
-    return jax.typeof(x).sharding.spec
-
-
-def placed_like(x: Array, aval: Any) -> Array:
-    """Lays ``x`` on the explicit axes of the mesh as a traced program expects."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
-        return x
-    spec = P(*(e if _explicit_only(mesh, e) else None for e in aval.sharding.spec))
-    return x if sharding_spec(x) == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _explicit_only(mesh: AbstractMesh, entry: Any) -> bool:
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return entry is not None and all(types.get(a) == AxisType.Explicit for a in spec_axes(P(entry)))
-
-
-def psum_over(x: Array, axes: frozenset[str]) -> Array:
-    """The sum of ``x`` over ``axes``; the result is the same on all shards."""
-    names = tuple(sorted(axes))
-    return jax.lax.psum(x, names) if names else x
-
-
-def of_first_shard(x: Array, axes: frozenset[str]) -> Array:
-    """The value that ``x`` has on the first shard along ``axes``, typed as equal on all: to the bit, and derivable."""
-    if not axes:
-        return x
-    names = tuple(sorted(axes))
-    first = jax.numpy.stack([jax.lax.axis_index(a) == 0 for a in names]).all()
-    held = jax.numpy.where(first, x, jax.numpy.zeros_like(x))
-    return jax.lax.psum(held.astype(int), names).astype(bool) if x.dtype == bool else jax.lax.psum(held, names)
 
 
 # --- tracing and binding ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, override
 
 import jax
 
-from ppleffects.effects import _jax
+from ppleffects.effects import _jax, mesh
 from ppleffects.effects.handlers import default_dispatcher
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 
@@ -23,7 +23,7 @@ class _Casting(Interpreter[Any]):
     axes: frozenset[str] = frozenset()
 
     def _cast(self, values: Any) -> list[Any]:
-        return [_jax.cast_varying(x, self.axes) for x in values]
+        return [mesh.cast_varying(x, self.axes) for x in values]
 
     @override
     def run(self, jaxpr, consts, ctx, *args):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, override
 
 import jax
 
-from ppleffects.effects._jax import Jaxpr, JaxprEqn
+from ppleffects.effects._jax import Jaxpr, JaxprEqn, equation_line
 from ppleffects.errors import ContextStructureError
 
 
@@ -67,6 +67,16 @@ class Part:
         ``emitted`` holds the abstract emissions of the branches.
         """
         return [lambda value: value for _ in emitted]
+
+    def select(self, frame: Frame, emitted: Sequence[Any]) -> Any:
+        """Returns the emissions of all branches of a cond that each lane of a vmap takes its own branch of, as one."""
+        if not jax.tree.leaves(emitted):
+            return emitted[0]
+        raise ContextStructureError(
+            f"{type(self).__name__} does not say what becomes of it where each lane of a vmap takes its own branch",
+            source=equation_line(frame.eqn),
+            fix="define select= on the Part, or use lax.map over the lanes instead of vmap",
+        )
 
     def start(self, frame: Frame, zeros: Any) -> Any:
         """Returns the running total of a while loop before its first iteration; ``zeros`` are zero emissions."""

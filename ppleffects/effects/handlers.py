@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppleffects.effects import _jax
+from ppleffects.effects import _jax, mesh
 from ppleffects.effects._jax import JaxprEqn
 from ppleffects.effects.context import Crossing, Frame, Part, parts_like, split
 from ppleffects.effects.interpreter import (
@@ -158,6 +158,49 @@ def default_cond_handler[Context](
     return HandlerResult(join(_rejoined(frames[0], parts, carried, emitted)), list(outs))
 
 
+def default_lane_cond_handler[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """A cond of which each lane of a vmap takes its own branch: all run, and what a lane takes counts for it.
+
+    What a branch computes from a lane that is not in it has no derivative, so that a NaN in it stays there.
+    """
+    index, *operands = invals
+    branches = eqn.params["branches"]
+    parts, join = split(ctx)
+    outs: list[list[Any]] = []
+    emissions: list[list[Any]] = []
+    for number, body in enumerate(branches):
+        frame = Frame("cond", eqn, body)
+        crossings = [part.enter(frame) for part in parts]
+        before = join(_entered(frame, parts, crossings, [c.carried for c in crossings], [() for _ in parts]))
+        taken = index == number
+        safe = [mesh.where_lane(taken, x, jax.lax.stop_gradient(x)) for x in operands]
+        results, after = interpreter(body, before, taken, *safe)
+        left = [part.leave(frame) for part in parts_like(after, before, frame)]
+        _unchanged(frame, [c.carried for c in crossings], [c for c, _ in left])
+        outs.append(results)
+        emissions.append([e for _, e in left])
+    frame = Frame("cond", eqn, branches[0])
+    selected = []
+    for part, emitted in zip(parts, zip(*emissions, strict=True), strict=True):
+        functions = part.align(frame, emitted)
+        selected.append(part.select(frame, [f(e) for f, e in zip(functions, emitted, strict=True)]))
+    carried = [part.enter(frame).carried for part in parts]
+    results = [mesh.select_lane(index, choices) for choices in zip(*outs, strict=True)]
+    return HandlerResult(join(_rejoined(frame, parts, carried, selected)), results)
+
+
+def _unchanged(frame: Frame, before: Any, after: Any) -> None:
+    leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    if jax.tree.structure(before) != jax.tree.structure(after) or any(old is not new for old, new in leaves):
+        raise ContextStructureError(
+            "a handler changed the state of the context in a branch that only some lanes of a vmap take",
+            source=_jax.equation_line(frame.eqn),
+            fix="use lax.map over the lanes instead of vmap, or keep the value in a Part that defines select=",
+        )
+
+
 def default_custom_jvp_handler[Context](
     interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
 ) -> HandlerResult[Context]:
@@ -194,6 +237,7 @@ def default_handlers() -> dict[_jax.Primitive, Any]:
         "scan": default_scan_handler,
         "while": default_while_handler,
         "cond": default_cond_handler,
+        "lane_cond": default_lane_cond_handler,
         "checkpoint": default_checkpoint_handler,
         "custom_jvp": default_custom_jvp_handler,
         "custom_vjp": default_custom_vjp_handler,
@@ -232,7 +276,7 @@ def _same_types(frame: Frame, before: Any, after: Any) -> Any:
                 expected=f"{old_type}",
                 found=f"{new_type}",
             )
-        return _jax.cast_varying(jnp.asarray(new, old_type.dtype), _jax.varying(old))
+        return mesh.cast_varying(jnp.asarray(new, old_type.dtype), _jax.varying(old))
 
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ContextStructureError(
@@ -245,7 +289,7 @@ def _same_types(frame: Frame, before: Any, after: Any) -> Any:
 
 
 def _zeros(aval: Any, axes: frozenset[str]) -> jax.Array:
-    return _jax.cast_varying(jnp.zeros(aval.shape, aval.dtype), _jax.varying(aval) | axes)
+    return mesh.cast_varying(jnp.zeros(aval.shape, aval.dtype), _jax.varying(aval) | axes)
 
 
 def _alike(runs: Sequence[Callable[..., Any]], axes: frozenset[str], *args: Any) -> list[Callable[..., Any]]:
@@ -257,7 +301,7 @@ def _alike(runs: Sequence[Callable[..., Any]], axes: frozenset[str], *args: Any)
     def cast(branch: _jax.Traced) -> Callable[..., Any]:
         def run(*args):
             leaves, tree = jax.tree.flatten(branch(*args))
-            return jax.tree.unflatten(tree, [_jax.cast_varying(x, a) for x, a in zip(leaves, types, strict=True)])
+            return jax.tree.unflatten(tree, [mesh.cast_varying(x, a) for x, a in zip(leaves, types, strict=True)])
 
         return run
 

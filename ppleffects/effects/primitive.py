@@ -12,8 +12,16 @@ from ppleffects.errors import UnhandledEffectError, UnsupportedPrimitiveError
 __all__ = ["Lane", "effect_primitive"]
 
 
+type Activate = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
+
+ACTIVATE: dict[Primitive, Activate | None] = {}
+
+
 def effect_primitive(
-    name: str, abstract_eval: Callable[..., list[Any]], batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]]
+    name: str,
+    abstract_eval: Callable[..., list[Any]],
+    batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
+    activate: Activate | None = None,
 ) -> Primitive:
     """Makes a primitive that every JAX transformation keeps, and that fails unless an interpretation handles it.
 
@@ -25,6 +33,9 @@ def effect_primitive(
         batch: ``(lane, operands, **params) -> (results, axes)``: binds the primitive again inside of one more
             ``vmap``. Batched operands have the axis of the lane in front. It is called for every vmap, also when no
             operand is batched.
+        activate: ``(flag, operands, **params) -> (operands, params)``: what to bind so that the effect happens only
+            where ``flag``, a boolean scalar, is True. It is needed in a cond or while whose predicate differs between
+            the lanes of a vmap, which is refused otherwise.
 
     Returns:
         The primitive; ``bind`` returns a list.
@@ -51,6 +62,7 @@ def effect_primitive(
         )
 
     _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled)
+    ACTIVATE[primitive] = activate
     return primitive
 
 
@@ -67,18 +79,6 @@ def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception
     )
 
 
-def _refuse(kind: str, body: _jax.Jaxpr) -> Exception:
-    site = next((e for e in _effect_equations(body)), None)
-    params = {} if site is None else site.params
-    return UnsupportedPrimitiveError(
-        f"'{kind}' with a predicate that differs between the lanes of a vmap holds an effect",
-        site=params.get("name"),
-        source=params.get("source"),
-        fix="use lax.map or lax.scan over the lanes instead of vmap, or take the site out and choose its value with "
-        "jnp.where",
-    )
-
-
 def _effect_equations(jaxpr: _jax.Jaxpr):
     for eqn in jaxpr.eqns:
         inner = _jax.bodies(eqn)
@@ -88,5 +88,4 @@ def _effect_equations(jaxpr: _jax.Jaxpr):
             yield from _effect_equations(body)
 
 
-_jax.batch_control_flow(_refuse)
 _jax.refuse_derivatives(_derivative_error)

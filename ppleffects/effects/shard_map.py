@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ppleffects.effects import _jax
+from ppleffects.effects import _jax, mesh
 from ppleffects.effects._jax import JaxprEqn
 from ppleffects.effects.interpreter import HandlerResult, Interpreter, TracerValue, Uninitialized
 
@@ -80,7 +80,6 @@ def _placed(shard: _jax.ShardMapParts, ctx: Any, specs: Any) -> Any:
 
     def place(x, spec):
         full = PartitionSpec(*spec, *[None] * (jax.numpy.ndim(x) - len(spec)))
-        mesh = jax.sharding.get_abstract_mesh() if isinstance(shard.mesh, jax.sharding.AbstractMesh) else shard.mesh
-        return x if _jax.sharding_spec(x) == full else jax.sharding.reshard(x, NamedSharding(mesh, full))
+        return x if mesh.sharding_spec(x) == full else jax.sharding.reshard(x, NamedSharding(shard.mesh, full))
 
     return jax.tree.map(place, ctx, specs)

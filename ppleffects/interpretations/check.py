@@ -33,7 +33,7 @@ def _in_other_branch(a: Occurrence, b: Occurrence) -> bool:
         if x.eqn is not y.eqn:
             return False
         if x.branch != y.branch:
-            return x.kind == "cond"
+            return x.kind in ("cond", "lane_cond")
     return False
 
 

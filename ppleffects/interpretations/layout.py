@@ -36,7 +36,7 @@ class Step:
     @property
     def predicate_axes(self) -> frozenset[str]:
         """The mesh axes over which the predicate of a cond or while varies."""
-        if self.kind == "cond":
+        if self.kind in ("cond", "lane_cond"):
             return _jax.varying(_jax.aval_of(self.eqn.invars[0]))
         if self.kind == "while":
             return _jax.varying(_jax.aval_of(self.eqn.params["cond_jaxpr"].outvars[0]))
@@ -52,10 +52,12 @@ class Step:
         detail = {
             "scan": lambda: str(params["length"]),
             "cond": lambda: f"branch {self.branch}",
+            "lane_cond": lambda: f"branch {self.branch}",
             "jit": lambda: str(params["name"]),
             "shard_map": lambda: ", ".join(f"{a}: {params['mesh'].shape[a]}" for a in self.mesh_order(self.axes)),
         }.get(self.kind)
-        return self.kind if detail is None else f"{self.kind}[{detail()}]"
+        name = "cond" if self.kind == "lane_cond" else self.kind
+        return name if detail is None else f"{name}[{detail()}]"
 
     def mesh_order(self, axes: frozenset[str]) -> tuple[str, ...]:
         """Sorts axes as the mesh of this shard_map has them."""

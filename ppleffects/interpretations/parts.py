@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.effects import Crossing, Part, _jax
+from ppleffects.effects import Crossing, Part, _jax, mesh
 from ppleffects.errors import ShapeError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import occurrences
 
@@ -133,6 +133,10 @@ class Records(Part):
         return [complete for _ in emitted]
 
     @override
+    def select(self, frame, emitted):
+        return {name: _merged([branch[name] for branch in emitted]) for name in emitted[0]}
+
+    @override
     def accumulate(self, frame, total, emitted):
         if emitted:
             name = next(iter(emitted))
@@ -175,6 +179,21 @@ def _filled(record: Record | None, template: tuple[Record, bool]) -> Record:
     return Record(record.value, record.log_prob, jnp.ones(shape, bool))
 
 
+def _merged(branches: Sequence[Record]) -> Record:
+    """One record of branches of which each lane takes one; all say where they are active."""
+    first, *others = branches
+    for other in others:
+        active = other.active
+        if first.active is None or active is None:
+            continue
+        over_event = active.reshape(active.shape + (1,) * (other.value.ndim - active.ndim))
+        log_prob = first.log_prob
+        if log_prob is not None and other.log_prob is not None:
+            log_prob = jnp.where(active, other.log_prob, log_prob)
+        first = Record(jnp.where(over_event, other.value, first.value), log_prob, first.active | active)
+    return first
+
+
 type Axes = tuple[str, ...]
 
 
@@ -205,7 +224,7 @@ class Totals(Part):
         if not sums:
             return jnp.zeros(())
         axes = frozenset().union(*map(_jax.varying, sums))
-        return functools.reduce(jnp.add, [_jax.cast_varying(s, axes) for s in sums])
+        return functools.reduce(jnp.add, [mesh.cast_varying(s, axes) for s in sums])
 
     @override
     def enter(self, frame):
@@ -227,6 +246,10 @@ class Totals(Part):
             return {k: jnp.asarray(sums[k], t) if k in sums else jnp.zeros((), t) for k, t in types.items()}
 
         return [complete for _ in emitted]
+
+    @override
+    def select(self, frame, emitted):
+        return {key: functools.reduce(jnp.add, [branch[key] for branch in emitted]) for key in emitted[0]}
 
     @override
     def start(self, frame, zeros):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ppleffects.effects import _jax, structure_of
+from ppleffects.effects import _jax, mesh, structure_of
 from ppleffects.errors import PPLError
 from ppleffects.interpretations.check import check_sites
 from ppleffects.interpretations.layout import Occurrence, occurrences
@@ -80,8 +81,14 @@ class Model:
     args: tuple[Any, ...]
 
 
-def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Model:
+def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *given: Any) -> Model:
     """Traces a model once; arrays and floats among the arguments are traced, everything else is static.
+
+    Args:
+        model: the function.
+        args: its arguments.
+        kwargs: its named arguments.
+        given: what its interpretation is given besides (values of latents, a key).
 
     Raises:
         PPLError: the model is not callable, or a static argument cannot be hashed.
@@ -111,7 +118,9 @@ def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return model(*args, **kwargs)
 
     arrays = tuple(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d)
-    traced = _jax.trace(run, *arrays)
+    around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given))))
+    with mesh.ambient_axes(tuple(sorted(around))) if around else contextlib.nullcontext():
+        traced = _jax.trace(run, *arrays)
     return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.effects import HandlerResult, Interpreter, Lane, _jax, default_dispatcher
-from ppleffects.errors import PPLError
+from ppleffects.effects import HandlerResult, Interpreter, Lane, _jax, default_dispatcher, mesh
+from ppleffects.errors import DistributionError, PPLError
 from ppleffects.interpretations.draw import draw
 from ppleffects.interpretations.parts import Context, Record
 from ppleffects.interpretations.shards import shard_map_rule
@@ -60,136 +60,190 @@ def interpreter(reading: Reading, label: str) -> Interpreter[Context]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """The operands of a site's equation by role.
+
+    Attributes:
+        site: the site's parameters.
+        arrays: the array leaves of its distribution.
+        value: the observed or computed value, if there is one.
+        mask: which entries count, or None for all.
+        active: whether the site is reached, or None if it is in every lane.
+    """
+
+    site: SiteParams
+    arrays: list[Any]
+    value: Any = None
+    mask: Any = None
+    active: Any = None
+
+    def mapped(self, operand: int) -> list[bool]:
+        """Which lanes an operand has."""
+        return [lane.mapped[operand] for lane in self.site.lanes]
+
+    def whole_value(self) -> Array:
+        """The value with all lanes."""
+        mapped = self.mapped(len(self.arrays))
+        return _with_all_lanes(self.value, mapped, self.site.full_shape)
+
+    def keep(self) -> list[tuple[Any, list[bool]]]:
+        """The booleans that say which entries count, each with the lanes it has."""
+        at = len(self.site.lanes[0].mapped) if self.site.lanes else 0
+        found = []
+        if self.mask is not None:
+            found.append((self.mask, self.mapped(at - 1 - self.site.conditional)))
+        if self.active is not None:
+            found.append((self.active, self.mapped(at - 1)))
+        return found
+
+    def reached(self, shape: tuple[int, ...]) -> Array | None:
+        """Whether the site is reached, broadcast to ``shape``, which has the lanes in front; None: everywhere."""
+        if self.active is None:
+            return None
+        count = len(self.site.lanes)
+        lanes = _with_all_lanes(self.active, self.mapped(len(self.site.lanes[0].mapped) - 1), shape[:count])
+        return jnp.broadcast_to(lanes.reshape(*lanes.shape, *[1] * (len(shape) - count)), shape)
+
+    def where_reached(self, x: Array, otherwise: float) -> Array:
+        """``x`` where the site is reached."""
+        reached = self.reached(x.shape)
+        return x if reached is None else jnp.where(reached, x, jnp.asarray(otherwise, x.dtype))
+
+    def record(self, value: Array, log_prob: Array | None) -> Record:
+        """What is recorded: where the site is not reached, its value is NaN, or 0 if it is an integer."""
+        missing = jnp.nan if jnp.issubdtype(value.dtype, jnp.inexact) else 0
+        shape = value.shape if log_prob is None else log_prob.shape
+        return Record(self.where_reached(value, missing), log_prob, self.reached(shape))
+
+
+def _operands(site: SiteParams, invals: list[Any], *, valued: bool) -> _Operands:
+    at = len(invals) - site.masked - site.conditional - valued
+    return _Operands(
+        site,
+        list(invals[:at]),
+        invals[at] if valued else None,
+        invals[at + valued] if site.masked else None,
+        invals[-1] if site.conditional else None,
+    )
+
+
 def _sample(reading, interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
-    arrays, mask = _operands(site, invals)
+    operands = _operands(site, invals, valued=False)
     axes = _site_axes(site, invals, ctx)
     given = ctx.inputs.values.get(site.name)
     log_det = None
     if given is None:
-        if ctx.draws is None:
-            raise PPLError("no value and no key", site=site.name, source=site.source)
-        value = draw(ctx.draws, site, arrays, axes)
+        value = _drawn(ctx, operands, axes)
     elif reading.unconstrained:
-        value, log_det = _constrain(site, arrays, given)
+        value, log_det = _through_bijector(operands, lambda bijector, u: bijector.forward(u), given)
     else:
         value = given
     value = _like(eqn.outvars[0].aval, jnp.asarray(value, eqn.params["dtype"]))
-    inside = given is None or reading.unconstrained
-    log_prob = _log_prob(site, arrays, value, mask, inside=inside)
-    recorded = _unconstrain(site, arrays, value) if reading.invert else value
-    ctx = ctx.written(site.name, Record(recorded, log_prob))
+    log_prob = _log_prob(operands, value, inside=given is None or reading.unconstrained)
+    recorded = value
+    if reading.invert:
+        recorded = _through_bijector(operands, lambda bijector, x: bijector.inverse(x), value)
+    ctx = ctx.written(site.name, operands.record(recorded, log_prob))
     term = jnp.sum(log_prob)
-    ctx = _count(ctx, site, term if log_det is None else term + jnp.sum(log_det), axes)
-    return HandlerResult(ctx, [value])
+    if log_det is not None:
+        term = term + jnp.sum(operands.where_reached(log_det, 0.0))
+    return HandlerResult(_count(ctx, site, term, axes), [value])
+
+
+def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
+    site = operands.site
+    if ctx.draws is None:
+        raise PPLError("no value and no key", site=site.name, source=site.source)
+    try:
+        return draw(ctx.draws, site, operands.arrays, axes)
+    except NotImplementedError as error:
+        raise DistributionError(
+            "the distribution cannot be drawn from",
+            site=site.name,
+            source=site.source,
+            found=type(site.distribution(operands.arrays)).__name__,
+            fix="give the site a value (ppl.evaluate, ppl.condition), or use a distribution with a sampler",
+        ) from error
 
 
 def _observe(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
-    operands, mask = _operands(site, invals)
-    *arrays, value = operands
+    operands = _operands(site, invals, valued=True)
     axes = _site_axes(site, invals, ctx)
-    at = len(arrays)
-    lanes = [Lane(lane.name, lane.size, lane.mapped[:at]) for lane in site.lanes]
-    whole = _with_all_lanes(value, [lane.mapped[at] for lane in site.lanes], site)
-    log_prob = _log_prob(site.replace(lanes=tuple(lanes)), arrays, whole, mask, masked_by=_mask_lanes(site))
+    whole = operands.whole_value()
+    log_prob = _log_prob(operands, whole)
     if ctx.records is not None:
-        ctx = ctx.written(site.name, _claimed(Record(whole, log_prob), ctx, axes))
-    return HandlerResult(_count(ctx, site, jnp.sum(log_prob), axes), [value])
+        ctx = ctx.written(site.name, _claimed(operands.record(whole, log_prob), ctx, axes))
+    return HandlerResult(_count(ctx, site, jnp.sum(log_prob), axes), [operands.value])
 
 
 def _factor(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
-    (value,) = invals
-    whole = _with_all_lanes(value, [lane.mapped[0] for lane in site.lanes], site)
-    return HandlerResult(_count(ctx, site, jnp.sum(whole), _site_axes(site, invals, ctx)), [])
+    operands = _operands(site, invals, valued=True)
+    terms = operands.where_reached(operands.whole_value(), 0.0)
+    return HandlerResult(_count(ctx, site, jnp.sum(terms), _site_axes(site, invals, ctx)), [])
 
 
 def _deterministic(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
-    (value,) = invals
-    if ctx.records is None:
-        return HandlerResult(ctx, [value])
-    whole = _with_all_lanes(value, [lane.mapped[0] for lane in site.lanes], site)
-    record = _claimed(Record(whole), ctx, _site_axes(site, invals, ctx))
-    return HandlerResult(ctx.written(site.name, record), [value])
+    operands = _operands(site, invals, valued=True)
+    if ctx.records is not None:
+        record = operands.record(operands.whole_value(), None)
+        ctx = ctx.written(site.name, _claimed(record, ctx, _site_axes(site, invals, ctx)))
+    return HandlerResult(ctx, [operands.value])
 
 
-def _operands(site: SiteParams, invals: list[Any]) -> tuple[list[Any], Array | None]:
-    return (list(invals[:-1]), invals[-1]) if site.masked else (list(invals), None)
-
-
-def _mask_lanes(site: SiteParams) -> tuple[bool, ...]:
-    return tuple(lane.mapped[-1] for lane in site.lanes)
-
-
-def _with_all_lanes(value: Array, mapped: list[bool], site: SiteParams) -> Array:
+def _with_all_lanes(value: Array, mapped: list[bool], shape: tuple[int, ...]) -> Array:
     """Broadcasts a value to the lanes that it does not have."""
     missing = tuple(i for i, m in enumerate(mapped) if not m)
     if not missing:
         return jnp.asarray(value)
-    return jnp.broadcast_to(jnp.expand_dims(value, missing), site.full_shape)
+    return jnp.broadcast_to(jnp.expand_dims(value, missing), shape)
 
 
 def _like(aval: Any, value: Array) -> Array:
     """Gives a value the type that the traced program has for it."""
-    value = _jax.cast_varying(value, _jax.varying(aval))
-    return _jax.placed_like(value, aval)
+    value = mesh.cast_varying(value, _jax.varying(aval))
+    return mesh.placed_like(value, aval)
 
 
-def _log_prob(
-    site: SiteParams,
-    arrays: list[Any],
-    value: Array,
-    mask: Array | None,
-    masked_by: tuple[bool, ...] | None = None,
-    inside: bool = False,
-) -> Array:
-    """The pointwise log density: the value's non-event axes, lanes in front; masked entries are 0."""
-    at = len(arrays)
-    masked_by = _mask_lanes(site) if masked_by is None else masked_by
+def _log_prob(operands: _Operands, value: Array, *, inside: bool = False) -> Array:
+    """The pointwise log density: the value's non-event axes, lanes in front; entries that do not count are 0."""
+    site, at = operands.site, len(operands.arrays)
+    keeps = operands.keep()
     lanes = [
-        Lane(lane.name, lane.size, (*lane.mapped[:at], True, *([m] if mask is not None else [])))
-        for lane, m in zip(site.lanes, masked_by or [False] * len(site.lanes), strict=True)
+        Lane(lane.name, lane.size, (*lane.mapped[:at], True, *(has[i] for _, has in keeps)))
+        for i, lane in enumerate(site.lanes)
     ]
 
-    def one(*operands):
-        arrays, value, *rest = operands[:at], *operands[at:]
+    def one(*args):
+        arrays, value, *keeps = args[:at], *args[at:]
         dist = site.distribution(arrays)
-        if not rest:
+        if not keeps:
             return protocol.log_prob(dist, value, inside=inside)
-        (keep,) = rest
         batch = value.shape[: value.ndim - site.event_dim]
-        keep = jnp.broadcast_to(keep, batch)
+        keep = functools.reduce(jnp.logical_and, [jnp.broadcast_to(k, batch) for k in keeps])
         over_event = keep.reshape(*batch, *[1] * site.event_dim)
         dist = protocol.with_safe_parameters(dist, keep)
         safe = jnp.where(over_event, value, protocol.feasible(dist, value))
         return jnp.where(keep, protocol.log_prob(dist, safe, inside=inside), 0.0)
 
-    operands = [*arrays, value] if mask is None else [*arrays, value, mask]
-    result = over_lanes(one, lanes)(*operands)
-    batch_ndim = len(site.lanes) + len(site.batch_shape)
-    if result.ndim < batch_ndim:
-        result = jnp.broadcast_to(result, site.full_shape[:batch_ndim])
-    return result
+    result = over_lanes(one, lanes)(*operands.arrays, value, *(k for k, _ in keeps))
+    shape = site.full_shape[: len(site.lanes) + len(site.batch_shape)]
+    return jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result
 
 
-def _constrain(site: SiteParams, arrays: list[Any], given: Array) -> tuple[Array, Array]:
-    return _through_bijector(site, arrays, lambda bijector, u: bijector.forward(u))(given)
+def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:
+    site = operands.site
+    lanes = [Lane(lane.name, lane.size, lane.mapped[: len(operands.arrays)]) for lane in site.lanes]
 
-
-def _unconstrain(site: SiteParams, arrays: list[Any], value: Array) -> Array:
-    return _through_bijector(site, arrays, lambda bijector, x: bijector.inverse(x))(value)
-
-
-def _through_bijector(site: SiteParams, arrays: list[Any], fn: Callable[..., Any]) -> Callable[[Array], Any]:
-    lanes = [Lane(lane.name, lane.size, lane.mapped[: len(arrays)]) for lane in site.lanes]
-
-    def one(*operands):
-        *arrays, x = operands
+    def one(*args):
+        *arrays, x = args
         return fn(protocol.bijector(site.distribution(arrays)), x)
 
-    return lambda x: over_lanes(one, lanes, extra=1)(*arrays, x)
+    return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
 
 
 def _site_axes(site: SiteParams, operands: list[Any], ctx: Context) -> frozenset[str]:
@@ -205,7 +259,7 @@ def _count(ctx: Context, site: SiteParams, term: Array, axes: frozenset[str]) ->
     if site.spec is not None:
         term = _mean_over_replicas(term, ctx, axes)
     if _jax.checks_varying():
-        term = _jax.cast_varying(term, axes)
+        term = mesh.cast_varying(term, axes)
     return ctx.added(term, axes)
 
 
@@ -218,4 +272,4 @@ def _mean_over_replicas(x: Array, ctx: Context, axes: frozenset[str]) -> Array:
 def _claimed(record: Record, ctx: Context, axes: frozenset[str]) -> Record:
     """Types a record that ``spec=`` claims to be equal on the shards as equal."""
     manual = frozenset(ctx.totals.manual)
-    return jax.tree.map(lambda x: _jax.of_first_shard(x, (_jax.varying(x) & manual) - axes), record)
+    return jax.tree.map(lambda x: mesh.of_first_shard(x, (_jax.varying(x) & manual) - axes), record)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ppleffects.effects import Frame, HandlerResult, Interpreter, _jax, default_shard_map_handler
+from ppleffects.effects import Frame, HandlerResult, Interpreter, _jax, default_shard_map_handler, mesh
 from ppleffects.interpretations.layout import Occurrence, Placement, Step, occurrences
 from ppleffects.interpretations.parts import Context, Inputs, Record, Records, Totals
 
@@ -127,7 +127,7 @@ def _reduced(ctx: Context, shard: _jax.ShardMapParts, places: dict[str, _Place])
     for axes, value in ctx.totals.sums.items():
         here = frozenset(axes) & shard.axes
         left = tuple(sorted(frozenset(axes) - here))
-        value = _jax.psum_over(value, here)
+        value = mesh.psum_over(value, here)
         sums[left] = sums[left] + value if left in sums else value
     records = ctx.records
     if records is not None:

@@ -70,8 +70,9 @@ def simulate(model: Callable[..., Any]) -> Callable[..., Trace]:
     """
 
     def call(key: Any, *args: Any, **kwargs: Any) -> Trace:
-        traced = trace_model(model, args, kwargs)
-        return _trace(traced, *run(traced, {}, key=as_key(key)))
+        key = as_key(key)
+        traced = trace_model(model, args, kwargs, key)
+        return _trace(traced, *run(traced, {}, key=key))
 
     return call
 
@@ -94,7 +95,7 @@ def evaluate(model: Callable[..., Any]) -> Callable[..., Trace]:
     """
 
     def call(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Trace:
-        traced = trace_model(model, args, kwargs)
+        traced = trace_model(model, args, kwargs, values)
         return _trace(traced, *run(traced, checked_values(traced.program, values)))
 
     return call
@@ -119,7 +120,7 @@ def log_density(model: Callable[..., Any]) -> Callable[..., Array]:
     """
 
     def call(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Array:
-        traced = trace_model(model, args, kwargs)
+        traced = trace_model(model, args, kwargs, values)
         _, ctx = run(traced, checked_values(traced.program, values), record=False)
         return ctx.totals.total()
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
-from ppleffects.language.site import bind_params, new_site, through_lane
+from ppleffects.language.site import activate, bind_params, new_site, through_lane
 
 
 def deterministic(
@@ -44,4 +44,4 @@ def _batch(lane, operands, *, site, **_):
     return through_lane(deterministic_p.bind, lane, operands, site), [0 if lane.mapped[0] else None]
 
 
-deterministic_p = effect_primitive("deterministic", lambda value, **_: [value], _batch)
+deterministic_p = effect_primitive("deterministic", lambda value, *_, **__: [value], _batch, activate)

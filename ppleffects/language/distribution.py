@@ -85,7 +85,7 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
         DistributionError: it is no pytree, or lacks a member of the protocol.
     """
     leaves, tree = jax.tree.flatten(distribution)
-    if jax.tree_util.treedef_is_leaf(tree):
+    if jax.tree_util.all_leaves([distribution]):
         raise DistributionError(
             f"the distribution is not a pytree, so its parameters cannot be traced: {type(distribution).__name__}",
             site=site,

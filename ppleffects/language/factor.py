@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
-from ppleffects.language.site import bind_params, new_site, through_lane
+from ppleffects.language.site import activate, bind_params, new_site, through_lane
 
 
 def factor(name: str, log_factor: ArrayLike, *, spec: PartitionSpec | None = None) -> None:
@@ -36,4 +36,4 @@ def _batch(lane, operands, *, site, **_):
     return through_lane(factor_p.bind, lane, operands, site), []
 
 
-factor_p = effect_primitive("factor", lambda value, **_: [], _batch)
+factor_p = effect_primitive("factor", lambda *_, **__: [], _batch, activate)

@@ -15,7 +15,7 @@ from ppleffects.effects import effect_primitive
 from ppleffects.errors import ShapeError
 from ppleffects.language import distribution as protocol
 from ppleffects.language.sample import bind_sample
-from ppleffects.language.site import SiteParams, bind_params, checked_mask, new_site, through_lane
+from ppleffects.language.site import SiteParams, activate, bind_params, checked_mask, new_site, through_lane
 
 
 def observe(
@@ -90,12 +90,16 @@ def _check_shape(site: SiteParams, dist: Any) -> None:
 
 
 def _abstract(*operands, site, **_):
-    return [operands[-2] if site.masked else operands[-1]]
+    return [operands[_value_at(site, operands)]]
 
 
 def _batch(lane, operands, *, site, **_):
-    value = len(operands) - (2 if site.masked else 1)
-    return through_lane(observe_p.bind, lane, operands, site), [0 if lane.mapped[value] else None]
+    mapped = lane.mapped[_value_at(site, operands)]
+    return through_lane(observe_p.bind, lane, operands, site), [0 if mapped else None]
 
 
-observe_p = effect_primitive("observe", _abstract, _batch)
+def _value_at(site, operands):
+    return len(operands) - 1 - site.masked - site.conditional
+
+
+observe_p = effect_primitive("observe", _abstract, _batch, activate)

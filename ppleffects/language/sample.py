@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
 from ppleffects.language import distribution as protocol
-from ppleffects.language.site import SiteParams, bind_params, checked_mask, new_site, through_lane, value_type
+from ppleffects.language.site import SiteParams, activate, bind_params, checked_mask, new_site, through_lane, value_type
 
 
 def sample(
@@ -78,4 +78,4 @@ def _batch(lane, operands, *, site, dtype, **_):
     return through_lane(lambda *xs, **params: sample_p.bind(*xs, dtype=dtype, **params), lane, operands, site), [0]
 
 
-sample_p = effect_primitive("sample", _abstract, _batch)
+sample_p = effect_primitive("sample", _abstract, _batch, activate)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ppleffects.effects import Lane, _jax
+from ppleffects.effects import Lane, _jax, mesh
 from ppleffects.errors import PPLError, ShapeError, SpecError
 from ppleffects.language.distribution import Structure
 
@@ -29,7 +29,8 @@ class SiteParams:
         spec: what the user said about the mesh axes, or None.
         lanes: the vmaps around the site, outermost first.
         structure: the static half of the distribution, if there is one.
-        masked: whether the last operand is a mask.
+        masked: whether an operand after those of the distribution and the value is a mask.
+        conditional: whether the last operand says if the site is reached, one boolean for each lane.
         predicted: whether this latent is an observation whose value was left open.
     """
 
@@ -42,6 +43,7 @@ class SiteParams:
     lanes: tuple[Lane, ...] = ()
     structure: Structure | None = None
     masked: bool = False
+    conditional: bool = False
     predicted: bool = False
 
     def replace(self, **fields: Any) -> SiteParams:
@@ -80,6 +82,16 @@ def through_lane(
 ) -> list[Array]:
     """Binds a site again inside of one more vmap, whose lane becomes the outermost."""
     return bind(*operands, **bind_params(site.replace(lanes=(lane, *site.lanes))))
+
+
+def activate(
+    flag: Array, operands: Sequence[Any], *, site: SiteParams, **params: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """The rule for a branch that only some lanes of a vmap take: the site is reached where ``flag`` is True."""
+    if site.conditional:
+        return [*operands[:-1], operands[-1] & flag], {**params, "site": site}
+    lanes = tuple(dataclasses.replace(lane, mapped=(*lane.mapped, False)) for lane in site.lanes)
+    return [*operands, flag], {**params, "site": site.replace(lanes=lanes, conditional=True)}
 
 
 def over_lanes(fn: Callable[..., Any], lanes: Sequence[Lane], *, extra: int = 0) -> Callable[..., Any]:
@@ -166,5 +178,5 @@ def value_type(site: SiteParams, dtype: Any, operands: Sequence[Any]) -> Any:
     """The type of a site's value: it varies over the axes of its operands and over those that ``spec=`` names."""
     axes = frozenset().union(*map(_jax.varying, operands))
     if _jax.checks_varying():
-        axes |= _jax.spec_axes(site.spec)
+        axes |= _jax.spec_axes(site.spec) | frozenset(mesh.ambient_axes.value)
     return _jax.array_type(site.full_shape, dtype, axes)

@@ -1,0 +1,74 @@
+"""A cond or while under vmap whose predicate differs between lanes: effects happen only in the lanes that are in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, override
+
+import jax
+from jax import Array
+
+from ppleffects.effects import _jax
+from ppleffects.effects._jax import Jaxpr, JaxprEqn
+from ppleffects.effects.context import Crossing, Frame, Part
+from ppleffects.effects.handlers import default_dispatcher
+from ppleffects.effects.interpreter import HandlerResult, Interpreter
+from ppleffects.effects.primitive import ACTIVATE
+from ppleffects.errors import UnsupportedPrimitiveError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activity(Part):
+    """Whether effects happen here; the same at every step and in every branch inside."""
+
+    flag: Array
+
+    @override
+    def enter(self, frame: Frame) -> Crossing:
+        return Crossing(shared=self.flag)
+
+    @override
+    def inside(self, frame: Frame, crossing: Crossing) -> Part:
+        return Activity(crossing.shared)
+
+    @override
+    def leave(self, frame: Frame) -> tuple[Any, Any]:
+        return (), ()
+
+    @override
+    def rejoin(self, frame: Frame, carried: Any, emitted: Any) -> Part:
+        return self
+
+    @override
+    def select(self, frame: Frame, emitted: Any) -> Any:
+        return ()
+
+
+def _rebind(
+    interpreter: Interpreter[Activity], ctx: Activity, eqn: JaxprEqn, invals: list[Any]
+) -> HandlerResult[Activity]:
+    activate = ACTIVATE[eqn.primitive]
+    if activate is None:
+        raise UnsupportedPrimitiveError(
+            f"'{eqn.primitive}' stands in a cond or while whose predicate differs between the lanes of a vmap",
+            site=eqn.params.get("name"),
+            source=eqn.params.get("source"),
+            fix="give the effect primitive an activate= rule, or use lax.map over the lanes instead of vmap",
+        )
+    operands, params = activate(ctx.flag, invals, **eqn.params)
+    return HandlerResult(ctx, eqn.primitive.bind(*operands, **params))
+
+
+def activated(body: Jaxpr) -> Callable[..., list[Any]]:
+    """Returns ``(flag, *args) -> outs``: runs ``body``, whose effects happen only where ``flag`` is True."""
+    interpreter = Interpreter(default_dispatcher().extended(dict.fromkeys(ACTIVATE, _rebind)), "vmap")
+
+    def run(flag: Array, *args: Any) -> list[Any]:
+        return interpreter(body, Activity(flag), *args)[0]
+
+    return run
+
+
+_jax.batch_control_flow(activated)
