@@ -1,0 +1,94 @@
+"""Hamiltonian Monte Carlo with trajectories of one length, as two pure functions of a target and a state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, euclidean_kinetic_energy
+
+from ppleffects.errors import SettingsError
+from ppleffects.inference.kernel import Hamiltonian, Proposal
+
+
+class HMCInfo(NamedTuple):
+    """What happened in one transition; each a scalar.
+
+    Attributes:
+        lp: log-density at the new position, in unconstrained space.
+        energy: Hamiltonian at the new position: kinetic energy minus ``lp``.
+        acceptance_rate: Metropolis acceptance probability of the trajectory's end; between 0 and 1.
+        diverging: whether the energy error at the trajectory's end exceeded ``max_delta_energy``.
+        n_steps: number of leapfrog steps, each one gradient.
+        step_size: length of each leapfrog step in this trajectory.
+    """
+
+    lp: Array
+    energy: Array
+    acceptance_rate: Array
+    diverging: Array
+    n_steps: Array
+    step_size: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMC(Hamiltonian[HMCInfo]):
+    """Hamiltonian Monte Carlo with a fixed trajectory length (Neal 2011).
+
+    Settings only, so that equal ones share a compiled program. ``init(target, position, key, num_warmup) -> State`` and
+    ``step(target, state) -> (State, HMCInfo)`` are pure and act on one chain.
+
+    Attributes:
+        trajectory_length: step size times number of steps. The default is a quarter of the period of a whitened
+            Gaussian, whose draws are then independent; a whole one, NumPyro's default, leads back to the start.
+        max_num_steps: a trajectory takes at most so many leapfrog steps, and is shorter where they do not suffice.
+
+    Raises:
+        SettingsError: a setting is out of its range.
+
+    Examples:
+        >>> from ppleffects.inference.hmc import HMC
+        >>> HMC(trajectory_length=2.0).max_num_steps
+        1024
+    """
+
+    trajectory_length: float = math.pi / 2
+    max_num_steps: int = 1024
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.trajectory_length > 0 or self.max_num_steps < 1:
+            raise SettingsError(
+                "a trajectory needs a positive length and at least one step",
+                found=f"trajectory_length={self.trajectory_length}, max_num_steps={self.max_num_steps}",
+            )
+
+    def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
+        leapfrog, metric = self._leapfrog(target), adaptation.inverse_mass_matrix
+        wanted = jnp.ceil(self.trajectory_length / adaptation.step_size)
+        num_steps = jnp.clip(wanted, 1, self.max_num_steps).astype(jnp.result_type(int))
+        # The length is exact, whatever the step size, except where the number of steps is cut.
+        step_size = jnp.where(wanted > self.max_num_steps, adaptation.step_size, self.trajectory_length / num_steps)
+        end = jax.lax.fori_loop(0, num_steps, lambda _, point: leapfrog(step_size, metric, point), start)
+        energy_start = start.potential_energy + euclidean_kinetic_energy(metric, start.r)
+        energy_end = end.potential_energy + euclidean_kinetic_energy(metric, end.r)
+        error = energy_end - energy_start
+        error = jnp.where(jnp.isnan(error), jnp.inf, error)
+        acceptance_rate = jnp.exp(-jnp.maximum(error, 0.0))
+        accepted = jax.random.bernoulli(key, acceptance_rate)
+        point, energy = jax.tree.map(
+            lambda new, old: jnp.where(accepted, new, old), (end, energy_end), (start, energy_start)
+        )
+        info = HMCInfo(
+            lp=-point.potential_energy,
+            energy=energy,
+            acceptance_rate=acceptance_rate,
+            diverging=error > self.max_delta_energy,
+            n_steps=num_steps,
+            step_size=step_size,
+        )
+        return Proposal(point._replace(r=None), acceptance_rate, info)

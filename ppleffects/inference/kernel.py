@@ -1,0 +1,297 @@
+"""What a sampler is to the driver, and what HMC and NUTS share: the state, the settings and the adaptation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, PartitionSpec
+from numpyro.infer.hmc import momentum_generator
+from numpyro.infer.hmc_util import (
+    HMCAdaptState,
+    IntegratorState,
+    euclidean_kinetic_energy,
+    find_reasonable_step_size,
+    velocity_verlet,
+    warmup_adapter,
+)
+
+from ppleffects.errors import DiscreteLatentError, SettingsError
+
+type Position = dict[str, Array]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Warmup:
+    """The length of the warm-up, known when the program is compiled.
+
+    Attributes:
+        num_warmup: number of transitions that adapt the step size and the mass matrix.
+    """
+
+    num_warmup: int
+
+
+class State(NamedTuple):
+    """One chain between two transitions.
+
+    Attributes:
+        iteration: transitions done, warm-up included. The same for all chains, so under a ``vmap`` over chains it stays
+            unbatched (``Kernel.state_axes``) and what happens at the end of an adaptation window is run only there.
+        position: unconstrained values by latent site, in the default float dtype.
+        log_density: log-density at ``position``, the log-determinant of the constraining map included; a scalar.
+        gradient: gradient of the log-density at ``position``; shapes of ``position``.
+        adaptation: step size, inverse mass matrix and the running estimates of both, as NumPyro keeps them.
+        key: key of the transitions to come.
+        warmup: length of the warm-up; no array.
+    """
+
+    iteration: Array
+    position: Position
+    log_density: Array
+    gradient: Position
+    adaptation: HMCAdaptState
+    key: Array
+    warmup: Warmup
+
+
+class Kernel[S, I](Protocol):
+    """A sampler: frozen, hashable settings with two pure functions of one chain.
+
+    ``step``'s ``Info`` is a NamedTuple of scalars named as ArviZ names them in ``sample_stats``; ``lp``, ``energy`` and
+    ``diverging`` are among them. ``state_axes`` is a prefix of the state with 0 for what each chain has of its own and
+    None for what all chains have in common.
+    """
+
+    state_axes: ClassVar[Any]
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as JSON has them."""
+        ...
+
+    def check(self, target: Any) -> None:
+        """Raise where the kernel cannot sample the target."""
+        ...
+
+    def init(
+        self,
+        target: Any,
+        position: Position,
+        key: Array,
+        num_warmup: int,
+        *,
+        point: tuple[Array, Position] | None = None,
+    ) -> S:
+        """The state of a chain that starts at ``position``, where ``point`` gives log-density and gradient."""
+        ...
+
+    def step(self, target: Any, state: S) -> tuple[S, I]:
+        """The state after one transition, and what happened in it."""
+        ...
+
+
+class Proposal(NamedTuple):
+    """What a transition hands back before adaptation.
+
+    Attributes:
+        point: the new position, its potential energy and gradient; the momentum is no longer needed.
+        acceptance_rate: Metropolis acceptance probability, averaged over the trajectory; between 0 and 1.
+        info: what ``step`` returns.
+    """
+
+    point: IntegratorState
+    acceptance_rate: Array
+    info: Any
+
+
+def density_arguments(target: Any, position: Position) -> Position:
+    """A position as the methods of a target take it: of each site's dtype, and whole on every device of a chain.
+
+    The sampler works in one float dtype, and NumPyro's trees lay a position out as one vector. On Auto axes the
+    compiler would shard that vector like the pieces of a latent that live on shards, and move its parts around in every
+    step; the constraint keeps positions, and by its transpose gradients, from being sharded outside of the density.
+    """
+    if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
+        position = {name: jax.lax.with_sharding_constraint(value, PartitionSpec()) for name, value in position.items()}
+    return {name: value.astype(target.sites[name].dtype) for name, value in position.items()}
+
+
+@jax.jit
+def _potential(target: Any, position: Position) -> Array:
+    return -jnp.asarray(target.log_density(density_arguments(target, position)), jnp.result_type(float))
+
+
+def potential(target: Any) -> Callable[[Position], Array]:
+    """The potential energy of a target: minus its log-density, in the default float dtype.
+
+    A kernel names it in several places, and its ``jit`` makes them share one trace.
+    """
+    return partial(_potential, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hamiltonian[I]:
+    """Settings and adaptation that HMC and NUTS share; Stan's three-phase warm-up as NumPyro implements it.
+
+    Attributes:
+        step_size: length of the first leapfrog step; adapted in warm-up.
+        target_accept: mean acceptance probability that the step size is adapted to; between 0 and 1. NumPyro calls it
+            ``target_accept_prob``, Stan ``adapt_delta``, PyMC and nutpie as here.
+        dense_mass: True for one dense mass matrix, False for a diagonal one, or names of the sites of each dense block,
+            for example ``(("alpha", "beta"),)``; the sites in no block get a diagonal.
+        adapt_step_size: whether warm-up adapts the step size by dual averaging.
+        adapt_mass_matrix: whether warm-up adapts the mass matrix by the (co)variance of its draws.
+        regularize_mass_matrix: whether the estimated mass matrix is shrunk towards a small multiple of the identity.
+        find_heuristic_step_size: whether each adaptation window starts with a search for a reasonable step size.
+        max_delta_energy: a leapfrog step whose energy error exceeds this is a divergence.
+    """
+
+    step_size: float = 1.0
+    target_accept: float = 0.8
+    dense_mass: bool | tuple[tuple[str, ...], ...] = False
+    adapt_step_size: bool = True
+    adapt_mass_matrix: bool = True
+    regularize_mass_matrix: bool = True
+    find_heuristic_step_size: bool = False
+    max_delta_energy: float = 1000.0
+
+    state_axes: ClassVar[State] = State(
+        iteration=None,  # pyright: ignore[reportArgumentType]
+        position=0,  # pyright: ignore[reportArgumentType]
+        log_density=0,  # pyright: ignore[reportArgumentType]
+        gradient=0,  # pyright: ignore[reportArgumentType]
+        adaptation=HMCAdaptState(*([0] * len(HMCAdaptState._fields)))._replace(window_idx=None),
+        key=0,  # pyright: ignore[reportArgumentType]
+        warmup=None,  # pyright: ignore[reportArgumentType]
+    )
+
+    def __post_init__(self):
+        if not 0 < self.target_accept < 1:
+            raise SettingsError(
+                "target_accept is a probability", expected="0 < target_accept < 1", found=f"{self.target_accept}"
+            )
+        if not self.step_size > 0:
+            raise SettingsError("step_size must be positive", expected="step_size > 0", found=f"{self.step_size}")
+        if not isinstance(self.dense_mass, bool):
+            blocks = tuple(tuple(block) for block in self.dense_mass)
+            object.__setattr__(self, "dense_mass", blocks or False)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def check(self, target: Any) -> None:
+        """Raise where the kernel cannot sample the target.
+
+        Raises:
+            DiscreteLatentError: a latent site is discrete.
+            SettingsError: there is no latent site, or ``dense_mass`` names an unknown one.
+        """
+        latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
+        if not latents:
+            raise SettingsError(
+                "the model has no latent site, so there is nothing to sample",
+                expected="at least one ppl.sample",
+                found=f"sites {sorted(target.sites)}",
+            )
+        for name, site in latents.items():
+            if site.is_discrete or not jnp.issubdtype(site.dtype, jnp.floating):
+                raise DiscreteLatentError(
+                    f"{type(self).__name__} needs the gradient of the log-density, and a discrete latent has none",
+                    site=name,
+                    source=site.source,
+                    expected="a continuous latent",
+                    found=f"a discrete one of dtype {jnp.dtype(site.dtype).name}",
+                    fix=f"sum it out of the density (a mixture distribution, or ppl.factor with a logsumexp), "
+                    f"or fix it with ppl.condition(model, {{'{name}': ...}})",
+                )
+        named = [name for block in self.dense_mass for name in block] if isinstance(self.dense_mass, tuple) else []
+        unknown = [name for name in named if name not in latents]
+        if unknown or len(set(named)) < len(named):
+            raise SettingsError(
+                "dense_mass must name latent sites, each in one block",
+                expected=f"names among {sorted(latents)}",
+                found=f"{self.dense_mass}",
+            )
+
+    def init(
+        self, target: Any, position: Position, key: Array, num_warmup: int, *, point: tuple | None = None
+    ) -> State:
+        """The state of a chain that starts at ``position``.
+
+        Args:
+            target: the density.
+            position: unconstrained values by latent site.
+            key: key of this chain's transitions.
+            num_warmup: transitions that adapt.
+            point: log-density and gradient at ``position`` where they are known; computed otherwise.
+        """
+        float_dtype = jnp.result_type(float)
+        position = {name: jnp.asarray(value, float_dtype) for name, value in position.items()}
+        if point is None:
+            energy, slope = jax.value_and_grad(potential(target))(position)
+        else:
+            energy, slope = -point[0], jax.tree.map(jnp.negative, point[1])
+        # As NumPyro splits it, with its third key for a momentum that no transition uses.
+        key, adaptation_key, _ = jax.random.split(key, 3)
+        adapt_init, _ = self._adapter(target, num_warmup)
+        start = IntegratorState(position, None, energy, slope)
+        adaptation = adapt_init(start, adaptation_key, jnp.asarray(self.step_size, float_dtype))
+        iteration = jnp.zeros((), jnp.int32)
+        return State(
+            iteration, position, -energy, jax.tree.map(jnp.negative, slope), adaptation, key, Warmup(num_warmup)
+        )
+
+    def step(self, target: Any, state: State) -> tuple[State, I]:
+        """The state after one transition, which adapts while ``state.iteration < num_warmup``, and what happened."""
+        num_warmup = state.warmup.num_warmup
+        key, momentum_key, transition_key = jax.random.split(state.key, 3)
+        momentum = momentum_generator(state.position, state.adaptation.mass_matrix_sqrt, momentum_key)
+        slope = jax.tree.map(jnp.negative, state.gradient)
+        start = IntegratorState(state.position, momentum, -state.log_density, slope)
+        proposal = self._transition(target, start, state.adaptation, transition_key)
+        point = proposal.point
+        _, adapt = self._adapter(target, num_warmup)
+        adaptation = jax.lax.cond(
+            state.iteration < num_warmup,
+            lambda: adapt(state.iteration, proposal.acceptance_rate, point, state.adaptation),
+            lambda: state.adaptation,
+        )
+        new = State(
+            iteration=state.iteration + 1,
+            position=point.z,
+            log_density=-point.potential_energy,
+            gradient=jax.tree.map(jnp.negative, point.z_grad),
+            adaptation=adaptation,
+            key=key,
+            warmup=state.warmup,
+        )
+        return new, proposal.info
+
+    def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
+        raise NotImplementedError
+
+    def _leapfrog(self, target: Any) -> Callable:
+        _, update = velocity_verlet(potential(target), euclidean_kinetic_energy)
+        return update
+
+    def _adapter(self, target: Any, num_warmup: int) -> tuple[Callable, Callable]:
+        search = None
+        if self.find_heuristic_step_size:
+            search = partial(find_reasonable_step_size, potential(target), euclidean_kinetic_energy, momentum_generator)
+        dense_mass: Any = self.dense_mass if isinstance(self.dense_mass, bool) else list(self.dense_mass)
+        return warmup_adapter(
+            num_warmup,
+            find_reasonable_step_size=search,
+            adapt_step_size=self.adapt_step_size,
+            adapt_mass_matrix=self.adapt_mass_matrix,
+            dense_mass=dense_mass,
+            target_accept_prob=self.target_accept,
+            regularize_mass_matrix=self.regularize_mass_matrix,
+        )

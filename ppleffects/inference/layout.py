@@ -1,0 +1,168 @@
+"""Where chains run: the mesh of a run, how many chains each device has, and what is sharded over them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ppleffects.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh of a run and its chains; hashable, so that it is part of the key of a compiled program.
+
+    Attributes:
+        mesh: devices of the run; None for JAX's default device and for data that bring their own sharding.
+        chain_axis: axis of ``mesh`` over which chains are sharded; None where all chains are vmapped.
+        num_chains: chains that the user asked for.
+    """
+
+    mesh: Mesh | None
+    chain_axis: str | None
+    num_chains: int
+
+    @property
+    def chains(self) -> np.ndarray:
+        """Numbers of the chains that run; the last is repeated until the chain axis divides them. ``(padded,)``."""
+        size = 1 if self.chain_axis is None or self.mesh is None else self.mesh.shape[self.chain_axis]
+        padded = -(-self.num_chains // size) * size
+        return np.minimum(np.arange(padded, dtype=np.int32), self.num_chains - 1)
+
+    @property
+    def waits_on_permutes(self) -> bool:
+        """Whether a collective permute among the shards of one chain waits for all chains.
+
+        On CPUs XLA lets every device take part in it, whichever pairs it names: groups of chains whose loops differ in
+        length then wait for each other for ever.
+        """
+        if self.mesh is None or self.chain_axis is None or self.mesh.shape[self.chain_axis] == 1:
+            return False
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    def together(self) -> Layout:
+        """The layout on the same mesh in which each device runs every chain."""
+        return dataclasses.replace(self, chain_axis=None)
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """The context in which the model is traced and its programs are called."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def spec(self, *, leading: int = 0) -> PartitionSpec:
+        """The spec of an array whose chains are on axis ``leading``."""
+        return PartitionSpec(*[None] * leading, self.chain_axis)
+
+    def over_chains(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """``fn`` of the chains of one shard, as a function of all chains.
+
+        Only the chain axis is manual. ``check_vma`` is off for it: loops of a sampler start from constants, whose types
+        would not vary; the density's own ``shard_map`` over the data checks its types as ever.
+        """
+        if self.chain_axis is None:
+            return fn
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={self.chain_axis}, check_vma=False
+        )
+
+    def place_chains(self, tree: Any) -> Any:
+        """Arrays with a leading chain axis, on their devices."""
+        if self.mesh is None:
+            return tree
+        return jax.device_put(tree, NamedSharding(self.mesh, self.spec()))
+
+    def place_data(self, tree: Any) -> Any:
+        """Arrays that all chains read, on every device that runs chains; what is on the mesh already stays as it is."""
+        if self.mesh is None:
+            return tree
+        mesh = self.mesh
+        placed: dict[int, Any] = {}  # by identity: an array that stands in several places is copied once
+
+        def place(leaf: Any) -> Any:
+            if id(leaf) not in placed:
+                placed[id(leaf)] = move(leaf)
+            return placed[id(leaf)]
+
+        def move(leaf: Any) -> Any:
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+                spec = PartitionSpec(*(_without(part, self.chain_axis) for part in sharding.spec))
+                return leaf if spec == sharding.spec else jax.device_put(leaf, NamedSharding(mesh, spec))
+            if sharding is not None and len(sharding.device_set) > 1 and sharding.device_set == set(mesh.devices.flat):
+                return leaf
+            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+        return jax.tree.map(place, tree)
+
+
+def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, num_chains: int) -> tuple[Any, Layout]:
+    """The target of a model and the layout of its run.
+
+    The mesh is ``mesh``, else the one set by ``jax.set_mesh``, else the one that the model's own ``shard_map`` names,
+    else none. The model is traced with that mesh set.
+
+    Args:
+        trace_model: traces the model in the context that it is called in.
+        mesh: the mesh that the caller asked for.
+        chain_axis: name of the axis of chains.
+        num_chains: number of chains.
+
+    Raises:
+        MeshError: the model names a mesh of other axes than the run's.
+    """
+    if mesh is None and not jax.sharding.get_mesh().empty:
+        mesh = jax.sharding.get_mesh()
+    if mesh is None:
+        target = trace_model()
+        if not isinstance(target.mesh, Mesh):
+            return target, Layout(None, None, num_chains)
+        mesh = target.mesh
+    layout = Layout(mesh, chain_axis if chain_axis in mesh.axis_names else None, num_chains)
+    try:
+        with layout.context():
+            target = trace_model()
+    except ValueError as error:  # as JAX raises where the mesh of a shard_map is not that of the context
+        _check_mesh(mesh, _mesh_without_context(trace_model), error)
+        raise
+    _check_mesh(mesh, target.mesh, None)
+    return target, layout
+
+
+def _mesh_without_context(trace_model: Callable[[], Any]) -> Mesh | AbstractMesh | None:
+    """The mesh that the model names, or None where it cannot be traced without one either."""
+    try:
+        return trace_model().mesh
+    except Exception:
+        return None
+
+
+def _check_mesh(mesh: Mesh, named: Mesh | AbstractMesh | None, cause: Exception | None) -> None:
+    if named is None or (dict(named.shape) == dict(mesh.shape) and named.axis_types == mesh.axis_types):
+        return
+    raise MeshError(
+        "the model's shard_map names another mesh than the one of the run",
+        expected=f"{_describe(mesh)}, the mesh of mcmc",
+        found=f"{_describe(named)}, the mesh in the model",
+        fix="build one mesh and give it to both, or leave out mesh= in the model's shard_map",
+    ) from cause
+
+
+def _describe(mesh: Mesh | AbstractMesh) -> str:
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return "(" + ", ".join(f"{name}: {mesh.shape[name]} {kind.name}" for name, kind in axes) + ")"
+
+
+def _without(part: Any, axis: str | None) -> Any:
+    """One entry of a PartitionSpec without ``axis``."""
+    if part == axis:
+        return None
+    if isinstance(part, tuple):
+        left = tuple(name for name in part if name != axis)
+        return left[0] if len(left) == 1 else (left or None)
+    return part

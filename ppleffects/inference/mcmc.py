@@ -1,0 +1,137 @@
+"""The driver of Markov chain Monte Carlo: a model, a kernel and a mesh in, an ArviZ DataTree out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from rich.console import Console
+
+from ppleffects.errors import DiagnosticsWarning
+from ppleffects.inference.datatree import check_coords, constant_data, to_datatree
+from ppleffects.inference.kernel import Kernel
+from ppleffects.inference.layout import trace
+from ppleffects.inference.nuts import NUTS
+from ppleffects.inference.options import Options
+from ppleffects.inference.report import Report
+from ppleffects.inference.run import Run
+from ppleffects.inference.target import target as make_target
+from ppleffects.interpretations.draw import as_key
+from ppleffects.interpretations.program import bind_arguments
+
+if TYPE_CHECKING:
+    import xarray
+
+DEFAULT_KERNEL = NUTS()
+
+
+def mcmc(
+    model: Callable,
+    kernel: Kernel = DEFAULT_KERNEL,
+    *,
+    num_warmup: int = 1000,
+    num_samples: int = 1000,
+    num_chains: int = 4,
+    mesh: Mesh | None = None,
+    chain_axis: str = "chains",
+    thinning: int = 1,
+    init: Mapping[str, Any] | None = None,
+    keep: Sequence[str] | None = None,
+    groups: Sequence[str] = (),
+    progress: bool = True,
+    chunk_size: int | None = None,
+    checkpoint: Any = None,
+    coords: Mapping[str, Any] | None = None,
+) -> Callable[..., xarray.DataTree]:
+    """A function ``(key, *args, **kwargs) -> DataTree`` that samples the model's posterior.
+
+    Chains are sharded over the axis ``chain_axis`` of the mesh where it has one, and vmapped within each shard; any
+    number of chains runs on any mesh. Data stay where they are: only the density sees their axes. A chain depends on
+    the key and its own number alone, not on the mesh, the other chains, ``chunk_size`` or ``progress``.
+
+    Args:
+        model: a function that calls ``ppl.sample`` and ``ppl.observe``.
+        kernel: the sampler, ``ppl.NUTS(...)`` or ``ppl.HMC(...)``.
+        num_warmup: transitions per chain that adapt the kernel; not among the draws.
+        num_samples: transitions per chain after warm-up.
+        num_chains: number of chains.
+        mesh: devices to run on; else the mesh of ``jax.set_mesh``, else that of the model's ``shard_map``, else one.
+        chain_axis: the mesh axis of chains.
+        thinning: every so-many-th draw is kept, so that ``num_samples // thinning`` remain per chain.
+        init: constrained values to start at, by latent name, all or some: one value for all chains, or one for each on
+            a leading axis. By default starts are drawn, and drawn again until density and gradient are finite.
+        keep: names of latents and deterministics to return; all by default.
+        groups: further groups: "warmup" (``warmup_posterior``, ``warmup_sample_stats``), "log_likelihood" (pointwise).
+        progress: whether to show a progress bar and, at the end, the diagnostics.
+        chunk_size: transitions per call of the compiled program; by default calls take about half a second. Memory on
+            the devices grows with it, not with ``num_samples``.
+        checkpoint: not there yet: anything but None raises.
+        coords: values along named dimensions, by dimension.
+
+    Returns:
+        A function of a key (a typed key, a ``uint32`` key or an int seed) and the model's arguments. Its DataTree has
+        the groups ``posterior``, ``sample_stats``, ``observed_data``, ``constant_data`` (array arguments that are not
+        observed) and what ``groups`` asks for. Its attributes tell library and version, kernel, seed, timings, the
+        diagnostics, and whether the run is complete: Ctrl-C ends it early and returns the draws so far.
+
+    Raises:
+        SettingsError: a setting is out of its range or names nothing.
+        DiscreteLatentError: a latent site is discrete.
+        MeshError: the model names a mesh of other axes than the run's.
+        NoValidStartError: no start with a finite density and gradient was found.
+
+    Warns:
+        DiagnosticsWarning: the diagnostics say that the draws should not be trusted.
+    """
+    names = None if keep is None else tuple(keep)
+    options = Options(num_warmup, num_samples, num_chains, thinning, names, tuple(groups), chunk_size, init, checkpoint)
+
+    def run(key: Any, /, *args: Any, **kwargs: Any) -> xarray.DataTree:
+        typed_key = as_key(key)
+        target, layout = trace(lambda: make_target(model)(*args, **kwargs), mesh, chain_axis, num_chains)
+        kernel.check(target)
+        check_coords(target.sites, coords)
+        arguments = bind_arguments(model, args, kwargs)
+        with layout.context():
+            sampling = Run(kernel, options, layout, layout.place_data(target), progress)
+            sampling.start(typed_key, arguments)
+            sampling.advance()
+            observed = {name: np.asarray(value) for name, value in sampling.target.observed().items()}
+        report = sampling.report()
+        attrs = {**_library(), **sampling.attrs(), **_seed(key, typed_key), **report.attrs()}
+        data = {"observed_data": observed, "constant_data": constant_data(arguments, observed)}
+        tree = to_datatree({**sampling.groups(), **data}, target.sites, coords=coords, attrs=attrs)
+        _tell(report, complete=sampling.complete, progress=progress)
+        return tree
+
+    return run
+
+
+def _seed(given: Any, key: Array) -> dict[str, Any]:
+    data = {
+        "key_data": np.asarray(jax.random.key_data(key)).astype(int).tolist(),
+        "key_impl": str(jax.random.key_impl(key)),
+    }
+    return {"seed": int(given), **data} if isinstance(given, int | np.integer) else data
+
+
+def _library() -> dict[str, str]:
+    try:
+        version = metadata.version("ppleffects")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        version = "unknown"
+    return {"inference_library": "ppleffects", "inference_library_version": version}
+
+
+def _tell(report: Report, *, complete: bool, progress: bool) -> None:
+    text = report.text() if complete else f"interrupted; the draws so far are returned\n{report.text()}"
+    if report.problems or not complete:
+        warnings.warn(f"mcmc: {text}", DiagnosticsWarning, stacklevel=3)
+    elif progress:
+        Console(stderr=True).print(text, highlight=False)
