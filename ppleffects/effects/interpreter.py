@@ -45,9 +45,13 @@ class Dispatcher[Context]:
 
     Example:
         >>> import jax
-        >>> from ppleffects.effects import Dispatcher, HandlerResult, Interpreter, reinterpret, sin_p
+        >>> from jax.extend.core.primitives import sin_p
+        >>> from ppleffects.effects import Dispatcher, HandlerResult, Interpreter, reinterpret
         >>> def count(interpreter, ctx, eqn, invals):
-        ...     return HandlerResult(ctx + 1, eqn.primitive.bind(*invals, **eqn.params))
+        ...     return HandlerResult(ctx + 1, [eqn.primitive.bind(*invals, **eqn.params)])
+        >>> counting = Interpreter(Dispatcher({sin_p: count}))
+        >>> reinterpret(lambda x: jax.lax.sin(jax.lax.sin(x)), counting)(0, 1.0)[1]
+        2
     """
 
     def __init__(self, handlers: Mapping[Primitive, Handler[Context]]):
