@@ -12,3 +12,9 @@ from ppleffects.language import deterministic as deterministic
 from ppleffects.language import factor as factor
 from ppleffects.language import observe as observe
 from ppleffects.language import sample as sample
+from ppleffects.transforms import condition as condition
+from ppleffects.transforms import do as do
+from ppleffects.transforms import mask as mask
+from ppleffects.transforms import reparam as reparam
+from ppleffects.transforms import scale as scale
+from ppleffects.transforms import scope as scope

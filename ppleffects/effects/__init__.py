@@ -18,6 +18,7 @@ from ppleffects.effects.handlers import default_handlers as default_handlers
 from ppleffects.effects.handlers import default_jit_handler as default_jit_handler
 from ppleffects.effects.handlers import default_scan_handler as default_scan_handler
 from ppleffects.effects.handlers import default_while_handler as default_while_handler
+from ppleffects.effects.handlers import rebind_lane_cond as rebind_lane_cond
 from ppleffects.effects.interpreter import Dispatcher as Dispatcher
 from ppleffects.effects.interpreter import Handler as Handler
 from ppleffects.effects.interpreter import HandlerResult as HandlerResult

@@ -310,6 +310,14 @@ def _predicate_batched(axis_data, dims, cond_jaxpr, body_jaxpr, *, cond_nconsts,
     return batching.batch_jaxpr(cond_jaxpr, axis_data, in_cond + carry, instantiate=False)[1][0]
 
 
+def over_lane(body: Jaxpr, lane: Lane) -> Jaxpr:
+    """Batches a body over a lane as the vmap that made it did; the lane's axis is in front, in all results."""
+    axis = batching.AxisData(core.no_axis_name if lane.name is None else lane.name, lane.size, None, None)
+    for _ in range(lane.depth):
+        axis = _outside(axis)
+    return batching.batch_jaxpr(body, axis, list(lane.mapped), [True] * len(body.out_avals))[0]
+
+
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +412,16 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
 
 def _separate(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return getattr(closed, "jaxpr", closed), closed.consts
+
+
+def closed(fn: Callable[..., Any], *args: Any) -> Jaxpr:
+    """Traces ``fn`` once, arrays that it closes over included."""
+    return jax.make_jaxpr(fn)(*args)
+
+
+def call(body: Jaxpr, *args: Any) -> list[Any]:
+    """Binds the equations of a traced body."""
+    return core.jaxpr_as_fun(body)(*args)
 
 
 def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from jax import Array
 from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn
 from ppleffects.effects.context import Crossing, Frame, Part
-from ppleffects.effects.handlers import default_dispatcher
+from ppleffects.effects.handlers import default_dispatcher, rebind_lane_cond
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 from ppleffects.effects.primitive import ACTIVATE
 from ppleffects.errors import UnsupportedPrimitiveError
@@ -63,7 +63,8 @@ def _rebind(
 
 def activated(body: Jaxpr) -> Callable[..., list[Any]]:
     """Returns ``(flag, *args) -> outs``: runs ``body``, whose effects happen only where ``flag`` is True."""
-    interpreter = Interpreter(default_dispatcher().extended(dict.fromkeys(ACTIVATE, _rebind)), "vmap")
+    handlers = {**dict.fromkeys(ACTIVATE, _rebind), _jax.lane_cond_p: rebind_lane_cond}
+    interpreter = Interpreter(default_dispatcher().extended(handlers), "vmap")
 
     def run(flag: Array, *args: Any) -> list[Any]:
         return interpreter(body, Activity(flag), *args)[0]

@@ -191,6 +191,23 @@ def default_lane_cond_handler[Context](
     return HandlerResult(join(_rejoined(frame, parts, carried, selected)), results)
 
 
+def rebind_lane_cond[Context](
+    interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
+) -> HandlerResult[Context]:
+    """For an interpretation that binds effects again: each branch is interpreted, and stays a branch."""
+    index, *operands = invals
+    leaves, tree = jax.tree.flatten(ctx)
+
+    def rewritten(body):
+        def run(flag, *args):
+            return interpreter(body, jax.tree.unflatten(tree, args[len(operands) :]), flag, *args[: len(operands)])[0]
+
+        return _jax.closed(run, index == 0, *operands, *leaves)
+
+    branches = tuple(map(rewritten, eqn.params["branches"]))
+    return HandlerResult(ctx, _jax.lane_cond_p.bind(index, *operands, *leaves, branches=branches))
+
+
 def _unchanged(frame: Frame, before: Any, after: Any) -> None:
     leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     if jax.tree.structure(before) != jax.tree.structure(after) or any(old is not new for old, new in leaves):

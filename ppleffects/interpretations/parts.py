@@ -54,6 +54,30 @@ class Inputs(Part):
 
 @_register
 @dataclasses.dataclass(frozen=True)
+class Shared(Part):
+    """A value that is the same everywhere."""
+
+    value: Any
+
+    @override
+    def enter(self, frame):
+        return Crossing(shared=self.value)
+
+    @override
+    def inside(self, frame, crossing):
+        return Shared(crossing.shared)
+
+    @override
+    def leave(self, frame):
+        return (), ()
+
+    @override
+    def rejoin(self, frame, carried, emitted):
+        return self
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
 class Draws(Part):
     """The run's key, and the number of the step in each loop around the present equation, outermost first.
 
@@ -300,12 +324,14 @@ class Context:
         draws: keys, if sites without a value are drawn.
         records: what sites write, if it is wanted.
         totals: the joint log density.
+        shared: what a transformation of models passes to every site, if anything.
     """
 
     inputs: Inputs
     draws: Draws | None
     records: Records | None
     totals: Totals
+    shared: Shared | None = None
 
     @property
     def entries(self) -> dict[str, Record]:

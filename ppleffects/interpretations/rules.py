@@ -69,6 +69,7 @@ class _Operands:
         arrays: the array leaves of its distribution.
         value: the observed or computed value, if there is one.
         mask: which entries count, or None for all.
+        scale: what the log density is multiplied by, or None.
         active: whether the site is reached, or None if it is in every lane.
     """
 
@@ -76,6 +77,7 @@ class _Operands:
     arrays: list[Any]
     value: Any = None
     mask: Any = None
+    scale: Any = None
     active: Any = None
 
     def mapped(self, operand: int) -> list[bool]:
@@ -92,10 +94,22 @@ class _Operands:
         at = len(self.site.lanes[0].mapped) if self.site.lanes else 0
         found = []
         if self.mask is not None:
-            found.append((self.mask, self.mapped(at - 1 - self.site.conditional)))
+            found.append((self.mask, self.mapped(at - 1 - self.site.scaled - self.site.conditional)))
         if self.active is not None:
             found.append((self.active, self.mapped(at - 1)))
         return found
+
+    def scaled(self, terms: Array) -> Array:
+        """Pointwise terms, lanes in front, times the scale."""
+        if self.scale is None:
+            return terms
+        count = len(self.site.lanes)
+        if not count:
+            return terms * self.scale
+        mapped = self.mapped(len(self.site.lanes[0].mapped) - 1 - self.site.conditional)
+        inner = jnp.shape(self.scale)[sum(mapped) :]
+        scale = _with_all_lanes(self.scale, mapped, (*terms.shape[:count], *inner))
+        return terms * scale.reshape(*terms.shape[:count], *[1] * (terms.ndim - count - len(inner)), *inner)
 
     def reached(self, shape: tuple[int, ...]) -> Array | None:
         """Whether the site is reached, broadcast to ``shape``, which has the lanes in front; None: everywhere."""
@@ -118,12 +132,13 @@ class _Operands:
 
 
 def _operands(site: SiteParams, invals: list[Any], *, valued: bool) -> _Operands:
-    at = len(invals) - site.masked - site.conditional - valued
+    at = len(invals) - site.masked - site.scaled - site.conditional - valued
     return _Operands(
         site,
         list(invals[:at]),
         invals[at] if valued else None,
         invals[at + valued] if site.masked else None,
+        invals[at + valued + site.masked] if site.scaled else None,
         invals[-1] if site.conditional else None,
     )
 
@@ -182,7 +197,7 @@ def _observe(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
 def _factor(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
     site: SiteParams = eqn.params["site"]
     operands = _operands(site, invals, valued=True)
-    terms = operands.where_reached(operands.whole_value(), 0.0)
+    terms = operands.where_reached(operands.scaled(operands.whole_value()), 0.0)
     return HandlerResult(_count(ctx, site, jnp.sum(terms), _site_axes(site, invals, ctx)), [])
 
 
@@ -232,7 +247,7 @@ def _log_prob(operands: _Operands, value: Array, *, inside: bool = False) -> Arr
 
     result = over_lanes(one, lanes)(*operands.arrays, value, *(k for k, _ in keeps))
     shape = site.full_shape[: len(site.lanes) + len(site.batch_shape)]
-    return jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result
+    return operands.scaled(jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result)
 
 
 def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:

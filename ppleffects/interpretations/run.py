@@ -52,19 +52,27 @@ def _build(program: Program, record: bool, reading: Reading) -> Callable[..., An
     return call
 
 
-def checked_values(program: Program, values: Mapping[str, Any]) -> dict[str, Array]:
+def checked_values(
+    program: Program, values: Mapping[str, Any], *, partial: bool = False, kinds: tuple[str, ...] = ("sample",)
+) -> dict[str, Array]:
     """Checks that ``values`` names every latent and nothing else, with the shape and a dtype of each.
+
+    Args:
+        program: the traced model.
+        values: values by name.
+        partial: whether some may be left out.
+        kinds: the kinds of sites that may be named.
 
     Raises:
         ValuesError: a name is missing, unknown or observed.
         ShapeError: a value has another shape than its site.
         DTypeError: a cast to the site's dtype would lose.
     """
-    latents = program.named("sample")
+    latents = program.named(*kinds)
     for name in values:
         if name not in latents:
             raise _unknown(program, name)
-    missing = [o for name, o in latents.items() if name not in values]
+    missing = [] if partial else [o for name, o in latents.items() if name not in values]
     if missing:
         raise ValuesError(
             "no value is given for this latent" + (f", nor for {len(missing) - 1} others" if missing[1:] else ""),

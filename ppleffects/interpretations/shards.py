@@ -26,6 +26,7 @@ def shard_map_rule(interpreter: Interpreter[Context], ctx: Context, eqn, invals)
         ctx.draws,
         None if ctx.records is None else Records({}),
         Totals({}, manual),
+        ctx.shared,
     )
 
     def in_specs(abstract: Context) -> Any:
@@ -78,7 +79,7 @@ class _Within(Interpreter[Context]):
         values = {name: _squeezed(x, self.places[name]) for name, x in ctx.inputs.values.items()}
         inner = Interpreter(self.dispatcher, self.label)
         outs, ctx = inner(jaxpr, dataclasses.replace(ctx, inputs=Inputs(values)), *args)
-        return outs, dataclasses.replace(ctx, inputs=Inputs({}), draws=None)
+        return outs, dataclasses.replace(ctx, inputs=Inputs({}), draws=None, shared=None)
 
 
 def _placements(eqn: Any, shard: _jax.ShardMapParts) -> dict[str, _Place]:

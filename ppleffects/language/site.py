@@ -30,6 +30,7 @@ class SiteParams:
         lanes: the vmaps around the site, outermost first.
         structure: the static half of the distribution, if there is one.
         masked: whether an operand after those of the distribution and the value is a mask.
+        scaled: whether an operand after the mask multiplies the log density.
         conditional: whether the last operand says if the site is reached, one boolean for each lane.
         predicted: whether this latent is an observation whose value was left open.
     """
@@ -43,6 +44,7 @@ class SiteParams:
     lanes: tuple[Lane, ...] = ()
     structure: Structure | None = None
     masked: bool = False
+    scaled: bool = False
     conditional: bool = False
     predicted: bool = False
 
@@ -55,6 +57,14 @@ class SiteParams:
         if self.structure is None:
             raise PPLError("this site has no distribution", site=self.name, source=self.source)
         return self.structure.build(arrays)
+
+    def with_operand(self, at: int, lanes: bool) -> SiteParams:
+        """The parameters for one more operand at position ``at``, which has all lanes or none."""
+        return self.replace(
+            lanes=tuple(
+                dataclasses.replace(lane, mapped=(*lane.mapped[:at], lanes, *lane.mapped[at:])) for lane in self.lanes
+            )
+        )
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -90,8 +100,8 @@ def activate(
     """The rule for a branch that only some lanes of a vmap take: the site is reached where ``flag`` is True."""
     if site.conditional:
         return [*operands[:-1], operands[-1] & flag], {**params, "site": site}
-    lanes = tuple(dataclasses.replace(lane, mapped=(*lane.mapped, False)) for lane in site.lanes)
-    return [*operands, flag], {**params, "site": site.replace(lanes=lanes, conditional=True)}
+    site = site.with_operand(len(operands), lanes=False).replace(conditional=True)
+    return [*operands, flag], {**params, "site": site}
 
 
 def over_lanes(fn: Callable[..., Any], lanes: Sequence[Lane], *, extra: int = 0) -> Callable[..., Any]:
