@@ -1,5 +1,8 @@
 """Probabilistic programs in ordinary JAX code, sharded over devices, sampled by NUTS, analysed with ArviZ."""
 
+from ppleffects.inference.hmc import HMC as HMC
+from ppleffects.inference.mcmc import mcmc as mcmc
+from ppleffects.inference.nuts import NUTS as NUTS
 from ppleffects.inference.target import Target as Target
 from ppleffects.inference.target import target as target
 from ppleffects.interpretations import Site as Site

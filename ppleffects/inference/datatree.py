@@ -21,7 +21,8 @@ SAMPLE_DIMS = ("chain", "draw")
 def site_dims(sites: Mapping[str, Any]) -> dict[str, list[str]]:
     """Names of the axes of each site's value: the site's own, else ``{name}_dim_{number}``, as ArviZ names them.
 
-    A name that two sites give to axes of different lengths stays with the first; the other takes ArviZ's.
+    A name that two sites give to axes of different lengths stays with the first; the other takes ArviZ's. So does a
+    dimension that is named as a site is: xarray would drop the site.
     """
     lengths: dict[str, int] = {}
     dims: dict[str, list[str]] = {}
@@ -33,7 +34,7 @@ def site_dims(sites: Mapping[str, Any]) -> dict[str, list[str]]:
         chosen: list[str] = []
         unnamed = 0
         for dim, length in zip(given, site.shape, strict=True):
-            taken = dim in SAMPLE_DIMS or dim in chosen
+            taken = dim in SAMPLE_DIMS or dim in chosen or dim in sites
             if dim is None or taken or lengths.setdefault(dim, length) != length:
                 dim, unnamed = f"{name}_dim_{unnamed}", unnamed + 1
             chosen.append(dim)
