@@ -8,6 +8,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+# tqdm, which NumPyro imports, finds a notebook without widgets and warns.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
 
 project = "ppleffects"
 author = "The ppleffects maintainers"
@@ -31,6 +33,7 @@ nb_execution_timeout = 300
 nb_execution_show_tb = True
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
