@@ -9,6 +9,7 @@ from ppleffects.interpretations import Site as Site
 from ppleffects.interpretations import Trace as Trace
 from ppleffects.interpretations import evaluate as evaluate
 from ppleffects.interpretations import log_density as log_density
+from ppleffects.interpretations import render as render
 from ppleffects.interpretations import simulate as simulate
 from ppleffects.interpretations import sites as sites
 from ppleffects.language import deterministic as deterministic

@@ -115,9 +115,10 @@ def diagnose(
 def _problems(report: Report, num_chains: int, max_rhat: float) -> tuple[str, ...]:
     problems = []
     if report.num_diverging:
-        share = 100 * report.num_diverging / max(report.num_transitions, 1)
+        percent = 100 * report.num_diverging / max(report.num_transitions, 1)
+        share = f"{percent:.1f}" if percent >= 0.1 else "under 0.1"
         problems.append(
-            f"{report.num_diverging} divergences ({share:.1f} % of transitions): the draws are biased where the "
+            f"{report.num_diverging} divergences ({share} % of transitions): the draws are biased where the "
             "posterior is narrow; raise target_accept or write the model in other coordinates"
         )
     if report.num_saturated:

@@ -1,5 +1,6 @@
 """What a model means: ``simulate``, ``evaluate``, ``log_density`` and ``sites``."""
 
+from ppleffects.interpretations.render import render as render
 from ppleffects.interpretations.sites import Site as Site
 from ppleffects.interpretations.sites import sites as sites
 from ppleffects.interpretations.trace import Trace as Trace

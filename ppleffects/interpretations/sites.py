@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 from jax.sharding import PartitionSpec
 
@@ -81,9 +81,41 @@ def describe(occurrence: Occurrence) -> Site:
     )
 
 
-def sites_of(program: Program) -> dict[str, Site]:
+class Sites(dict[str, Site]):
+    """Sites by name; printed, a table of them."""
+
+    @override
+    def __repr__(self) -> str:
+        head = ("name", "kind", "distribution", "shape", "support", "dims", "spec", "inside", "line")
+        rows = [head, *(_row(site) for site in self.values())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+def _row(site: Site) -> tuple[str, ...]:
+    return (
+        site.name,
+        site.kind,
+        "" if site.dist is None else type(site.dist).__name__,
+        str(site.shape),
+        "" if site.support is None else _support(site.support),
+        ", ".join(d or "-" for d in site.dims),
+        str(site.spec) if site.axes else "",
+        " > ".join(site.path),
+        site.source,
+    )
+
+
+def _support(constraint: Any) -> str:
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return type(constraint).__name__.strip("_").lower()
+
+
+def sites_of(program: Program) -> Sites:
     """The sites of a traced model; branches of a cond that share a name are described by the first."""
-    found: dict[str, Site] = {}
+    found = Sites()
     for occurrence in program.sites:
         found.setdefault(occurrence.site.name, describe(occurrence))
     return found
