@@ -35,6 +35,7 @@ def scan(f, xs):
     return lax.scan(lambda c, x: (c, f(x)), 0.0, xs)[1]
 
 
+DATA = P("data")
 GRID = jnp.arange(6.0).reshape(2, 3) * 100
 
 
@@ -120,7 +121,7 @@ def test_observations_and_deterministics_have_the_layout_too():
     assert ppl.sites(model)(GRID)["d"].shape == (3, 2, 2)
 
 
-def sharded(mesh, body, *args, out=P("data")):
+def sharded(mesh, body, *args, out=DATA):
     specs = tuple(P("data") for _ in args)
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)(*args)
 
