@@ -3,6 +3,8 @@
 This package knows JAX and knows no probability; any effect can be built on it.
 """
 
+from ppleffects.effects._jax import shard_map_p as shard_map_p
+from ppleffects.effects._jax import varying as varying
 from ppleffects.effects.activity import activated as activated
 from ppleffects.effects.cast import run_varying as run_varying
 from ppleffects.effects.context import Crossing as Crossing

@@ -57,8 +57,8 @@ def effect_primitive(
             f"'{name}' ran outside of an interpretation, where it means nothing",
             site=params.get("name"),
             source=params.get("source"),
-            fix="pass the function that holds it to an interpretation, such as ppl.simulate(model)(key) or "
-            "ppl.log_density(model)(values), instead of calling it",
+            fix="pass the function that holds it to an interpretation (for a model: ppl.simulate(model)(key), "
+            "ppl.log_density(model)(values) ...) instead of calling it",
         )
 
     _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled)

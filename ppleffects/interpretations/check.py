@@ -8,6 +8,7 @@ from typing import Any
 from ppleffects.effects import _jax
 from ppleffects.errors import DuplicateSiteError, SpecError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import Occurrence, Step
+from ppleffects.language import SiteParams
 
 
 def check_sites(found: Sequence[Occurrence]) -> None:
@@ -105,6 +106,11 @@ def _check_mesh(occurrence: Occurrence) -> None:
         )
 
 
+def _parameter(site: SiteParams, index: int) -> str:
+    names = () if site.structure is None else site.structure.names
+    return f"'{names[index]}'" if index < len(names) else "the mask"
+
+
 def _check_predicate(occurrence: Occurrence, own: frozenset[str]) -> None:
     """A site that some shards reach and others do not cannot be the same on all."""
     site = occurrence.site
@@ -147,7 +153,7 @@ def _check_latent(occurrence: Occurrence, own: frozenset[str], varies: frozenset
             site=site.name,
             source=site.source,
             expected=f"parameters that do not vary over {sorted(extra)}",
-            found=f"parameter {index} of {type(occurrence.abstract_distribution()).__name__} varies over "
+            found=f"{_parameter(site, index)} of {type(occurrence.abstract_distribution()).__name__} varies over "
             f"{sorted(_axes_of(occurrence.eqn.invars[index]))}",
             fix="make the parameter equal on all shards (jax.lax.psum, or jax.lax.all_gather(..., to='invarying')), "
             f'or say spec=P("{sorted(extra)[0]}")',

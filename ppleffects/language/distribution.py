@@ -24,6 +24,9 @@ from ppleffects.errors import DistributionError
 class Distribution(Protocol):
     """What ``sample`` and ``observe`` accept: a registered pytree with these members.
 
+    It may also have ``dtype``, the dtype of a draw (else it is found from the parameters), and ``support``, a
+    constraint of ``numpyro.distributions.constraints``, which samplers need to make a latent unconstrained.
+
     Attributes:
         batch_shape: shape of independent, not necessarily identical draws.
         event_shape: shape of one draw.
@@ -61,11 +64,13 @@ class Structure:
         tree: the pytree structure.
         static: for each leaf, the leaf itself if it is no array, else None.
         dynamic: for each leaf, whether it is an array.
+        names: for each array leaf, what the distribution calls it; for messages.
     """
 
     tree: Any
     static: tuple[Any, ...]
     dynamic: tuple[bool, ...]
+    names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def build(self, arrays: Any) -> Any:
         """Puts the distribution together from its array leaves."""
@@ -113,7 +118,18 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
         raise DistributionError(
             f"a leaf of the distribution is neither an array nor hashable: {error}", site=site, source=source
         ) from None
-    return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], Structure(tree, static, dynamic)
+    arrays = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d]
+    return arrays, Structure(tree, static, dynamic, tuple(_leaf_names(distribution, arrays)))
+
+
+def _leaf_names(distribution: Any, arrays: list[Any]) -> list[str]:
+    """Finds each leaf among the distribution's attributes, and among those of the distributions that it wraps."""
+    known: dict[int, str] = {}
+    owner = distribution
+    while owner is not None:
+        known = {**{id(value): name for name, value in getattr(owner, "__dict__", {}).items()}, **known}
+        owner = getattr(owner, "__dict__", {}).get("base_dist")
+    return [known.get(id(leaf), f"parameter {i}").strip("_") for i, leaf in enumerate(arrays)]
 
 
 def is_tfp(distribution: Any) -> bool:
