@@ -42,6 +42,7 @@ def structure_of(jaxpr: Jaxpr) -> Any:
     equations = tuple(
         (
             eqn.primitive,
+            _Same(eqn.ctx),
             tuple(map(name, eqn.invars)),
             tuple((name(v), v.aval) for v in eqn.outvars),
             tuple(sorted(((k, _parameter(v)) for k, v in eqn.params.items()), key=lambda item: item[0])),
@@ -69,6 +70,8 @@ def _parameter(value: Any) -> Any:
         return _array(value)
     if isinstance(value, dict):
         return ("dict", tuple(sorted(((str(k), _parameter(v)) for k, v in value.items()), key=lambda item: item[0])))
+    if isinstance(value, float | complex):
+        return _array(np.asarray(value))
     if callable(value) and not isinstance(value, type | _jax.Primitive):
         return _Same(value)
     try:
