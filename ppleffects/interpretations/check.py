@@ -21,12 +21,26 @@ def check_sites(found: Sequence[Occurrence]) -> None:
     """
     first: dict[str, list[Occurrence]] = {}
     for occurrence in found:
+        _check_rules(occurrence)
         for other in first.setdefault(occurrence.site.name, []):
             if not _in_other_branch(other, occurrence):
                 raise _duplicate(other, occurrence)
         first[occurrence.site.name].append(occurrence)
         _check_loops(occurrence)
         _check_mesh(occurrence)
+
+
+def _check_rules(occurrence: Occurrence) -> None:
+    unknown = next((s for s in occurrence.path if s.eqn.primitive not in _jax.CONTROL_FLOW.values()), None)
+    if unknown is not None:
+        raise UnsupportedPrimitiveError(
+            f"'{unknown.kind}' at {unknown.line} holds a site, and there is no rule for it",
+            site=occurrence.site.name,
+            source=occurrence.site.source,
+            expected=f"one of {', '.join(sorted(_jax.CONTROL_FLOW))}",
+            found=f"{unknown.kind}",
+            fix=f"take the site out of '{unknown.kind}' and pass its value in",
+        )
 
 
 def _in_other_branch(a: Occurrence, b: Occurrence) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ppleffects.errors import DTypeError, ShapeError, ValuesError
@@ -114,6 +115,8 @@ def _unknown(program: Program, name: str) -> ValuesError:
 
 def _checked(occurrence: Any, value: Any) -> Array:
     site = occurrence.site
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
     shape, _ = occurrence.layout()
     if jnp.shape(value) != shape:
         raise ShapeError(
