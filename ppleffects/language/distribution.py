@@ -6,7 +6,6 @@ A distribution is a pytree whose array leaves are its parameters. Your own needs
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -261,26 +260,60 @@ def feasible(distribution: Any, value: Array) -> Array:
 
 
 def with_safe_parameters(distribution: Any, keep: Array) -> Any:
-    """Replaces those parameters that belong to masked entries alone by ones of their domain.
+    """Gives masked entries the parameters of an entry that counts, or, where none does, parameters of their domain.
 
-    A masked entry's parameters may be NaN, and NaN times a zero cotangent is NaN. Parameters with the axes of ``keep``
-    in front are replaced entry by entry; others serve entries that count, and stay.
+    A masked entry's parameters may be NaN, and NaN times a zero cotangent is NaN. What the constructor of the
+    distribution computed from them is out of reach.
+
+    Args:
+        distribution: a distribution.
+        keep: which entries count, in the shape of the value without event axes.
     """
-    constraints = getattr(distribution, "arg_constraints", {})
-    changed: dict[str, Any] = {}
-    for name, constraint in constraints.items():
-        value = getattr(distribution, name, None)
-        if value is None or jnp.ndim(value) < keep.ndim or jnp.shape(value)[: keep.ndim] != keep.shape:
-            continue
-        mask = keep.reshape(*keep.shape, *[1] * (jnp.ndim(value) - keep.ndim))
-        try:
-            safe = constraint.feasible_like(value)
-        except (AttributeError, NotImplementedError):
-            continue
-        changed[name] = jnp.where(mask, value, safe)
-    if not changed or is_tfp(distribution):
-        return distribution
-    copy_of = copy.copy(distribution)
-    for name, value in changed.items():
-        setattr(copy_of, name, value)
-    return copy_of
+    leaves, tree = jax.tree.flatten(distribution)
+    domains = _domains(distribution)
+    return jax.tree.unflatten(tree, [_safe(leaf, keep, *domains.get(id(leaf), (None, 0))) for leaf in leaves])
+
+
+def _domains(distribution: Any) -> dict[int, tuple[Any, int]]:
+    """For each parameter: its constraint, and how many of its batch axes are event axes of the whole distribution."""
+    found: dict[int, tuple[Any, int]] = {}
+    owner = distribution
+    while owner is not None and not is_tfp(owner):
+        inner = max(len(distribution.event_shape) - len(owner.event_shape), 0)
+        for name, constraint in getattr(owner, "arg_constraints", {}).items():
+            value = getattr(owner, "__dict__", {}).get(name)
+            if value is not None and hasattr(constraint, "feasible_like"):
+                found.setdefault(id(value), (constraint, inner))
+        owner = getattr(owner, "__dict__", {}).get("base_dist")
+    return found
+
+
+def _safe(parameter: Any, keep: Array, constraint: Any, inner: int) -> Any:
+    """Replaces the entries of a parameter that serve no entry of the value that counts."""
+    parameter = jnp.asarray(parameter)
+    if constraint is not None:
+        ndim = parameter.ndim - constraint.event_dim - inner
+    else:
+        ndim = keep.ndim if parameter.shape[: keep.ndim] == keep.shape else parameter.ndim
+    batch = parameter.shape[: max(ndim, 0)]
+    if ndim < 0 or len(batch) > keep.ndim:
+        return parameter
+    used = keep.any(axis=tuple(range(keep.ndim - len(batch))))
+    used = used.any(axis=tuple(i for i, size in enumerate(batch) if size == 1), keepdims=True)
+    if used.shape != batch:
+        return parameter
+    rows = jax.lax.stop_gradient(parameter).reshape(-1, *parameter.shape[len(batch) :])
+    row = rows[jnp.argmax(used)]
+    safe = jnp.where(used.any(), row, _of_domain(constraint, row))
+    return jnp.where(used.reshape(*batch, *[1] * (parameter.ndim - len(batch))), parameter, safe)
+
+
+def _of_domain(constraint: Any, parameter: Array) -> Array:
+    """A point of the domain of a parameter; one half where the domain is not known, which lies in most."""
+    half = jnp.full_like(parameter, 0.5)
+    if constraint is None:
+        return half
+    try:
+        return constraint.feasible_like(parameter)
+    except (AttributeError, NotImplementedError):
+        return half
