@@ -17,24 +17,15 @@ from ppleffects.effects import (
     default_dispatcher,
     default_shard_map_handler,
     reinterpret,
+    shard_map_p,
 )
 from tests.conftest import _mesh
 from tests.effects.toys import Counter, note_p, per_shard, tally, tally_of, tally_p, tallying
 
 
-def shard_map_p():
-    """The primitive, found as any user can."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    fn = jax.shard_map(lambda: None, mesh=mesh, in_specs=(), out_specs=None)
-    return jax.make_jaxpr(fn)().jaxpr.eqns[0].primitive
-
-
-SHARD_MAP = shard_map_p()
-
-
 def with_handler(handler, calls=None):
     base = tallying(calls)
-    return Interpreter(base.dispatcher.extended({SHARD_MAP: handler}))
+    return Interpreter(base.dispatcher.extended({shard_map_p: handler}))
 
 
 def placed(mesh, spec, x):
@@ -100,7 +91,7 @@ def test_the_context_enters_and_leaves_by_the_declared_specs(axis_type):
     handler = functools.partial(
         default_shard_map_handler, declare_ctx_in_specs=in_specs, declare_ctx_out_specs=out_specs
     )
-    interpreter = Interpreter(default_dispatcher().extended({tally_p: handle, SHARD_MAP: handler}))
+    interpreter = Interpreter(default_dispatcher().extended({tally_p: handle, shard_map_p: handler}))
 
     def fn(x):
         def body(x):
@@ -125,7 +116,7 @@ def test_one_spec_is_a_prefix_for_the_whole_context(mesh_data):
     )
     interpreter = Interpreter(
         default_dispatcher().extended(
-            {tally_p: lambda i, c, e, v: HandlerResult({k: x + v[0] for k, x in c.items()}, []), SHARD_MAP: handler}
+            {tally_p: lambda i, c, e, v: HandlerResult({k: x + v[0] for k, x in c.items()}, []), shard_map_p: handler}
         )
     )
 
@@ -159,7 +150,7 @@ def test_reduce_may_gather_and_change_the_structure(mesh_data):
     def fn(x):
         return jax.shard_map(lambda x: note("x", x), mesh=mesh_data, in_specs=P("data"), out_specs=None)(x)
 
-    _, ctx = reinterpret(fn, Interpreter(default_dispatcher().extended({SHARD_MAP: gathering, note_p: None})))(
+    _, ctx = reinterpret(fn, Interpreter(default_dispatcher().extended({shard_map_p: gathering, note_p: None})))(
         {}, jnp.arange(4.0)
     )
     np.testing.assert_allclose(ctx["x"], [6.0])

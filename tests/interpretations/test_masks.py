@@ -13,6 +13,8 @@ from tests.language.catalogue import CONTINUOUS, DISCRETE
 
 CATALOGUE = {**CONTINUOUS, **DISCRETE}
 KEEP = jnp.array([True, False, True, True])
+# Without BetaProportion, NegativeBinomial2 and OrderedLogistic: their constructors compute with the parameters, so that
+# a NaN is upstream of the site.
 ROWS = [
     "Normal",
     "LogNormal",
@@ -26,7 +28,6 @@ ROWS = [
     "Pareto",
     "Uniform",
     "Beta",
-    "BetaProportion",
     "Kumaraswamy",
     "TruncatedNormal",
     "LowerTruncatedNormal",
@@ -48,10 +49,8 @@ ROWS = [
     "Categorical",
     "CategoricalLogits",
     "GammaPoisson",
-    "NegativeBinomial2",
     "Poisson",
     "Multinomial",
-    "OrderedLogistic",
     "ZeroInflatedPoisson",
     "DirichletMultinomial",
     "Geometric",
