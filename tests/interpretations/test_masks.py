@@ -217,3 +217,43 @@ def test_tfp_parameters_may_be_nan_where_masked():
         return  # refused is right too
     np.testing.assert_allclose(value, dist.Normal(loc, scale).log_prob(y)[KEEP].sum())
     np.testing.assert_allclose(slope, jnp.where(KEEP, -loc, 0.0))
+
+
+W, R = jnp.array([0.3, 0.7]), jnp.array([-0.5, 0.9])
+TWO = jnp.array([True, False])
+# Parameters without batch axes whose size happens to be the batch's: they serve every row.
+SHARED = {
+    "mixture": (
+        lambda w, r: dist.MixtureSameFamily(dist.Categorical(probs=w), dist.Normal(jnp.stack([r, r + 1], -1), 1.0)),
+        (W, R),
+        jnp.array([0.1, 0.2]),
+    ),
+    "general mixture": (
+        lambda w, r: dist.MixtureGeneral(dist.Categorical(probs=w), [dist.Normal(r, 1.0), dist.Cauchy(r, 1.0)]),
+        (W, R),
+        jnp.array([0.1, 0.2]),
+    ),
+    "cutpoints": (dist.OrderedLogistic, (R, jnp.array([-1.0, 0.5])), jnp.array([1, 2])),
+    "expanded simplex": (lambda p: dist.Dirichlet(p).expand((2,)), (W,), jnp.array([[0.2, 0.8], [0.3, 0.7]])),
+    "location": (
+        lambda r, s: dist.MultivariateNormal(r, s[:, None, None] * jnp.eye(2)),
+        (R, jnp.array([1.0, 2.0])),
+        jnp.ones((2, 2)),
+    ),
+    "event": (lambda r: dist.Normal(r, 1.0).to_event(1).expand((2,)), (R,), jnp.ones((2, 2))),
+    "categories": (lambda p: dist.Categorical(probs=p).expand((2,)), (W,), jnp.array([0, 1])),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_shared_parameters_are_no_rows(case):
+    make, parameters, y = SHARED[case]
+
+    def ours(p):
+        return ppl.log_density(lambda: ppl.observe("y", make(*p), y, mask=TWO))({})
+
+    def plain(p):
+        return jnp.sum(jnp.where(TWO, make(*p).log_prob(y), 0.0))
+
+    found, expected = jax.value_and_grad(ours)(parameters), jax.value_and_grad(plain)(parameters)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)

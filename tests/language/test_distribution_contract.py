@@ -137,3 +137,34 @@ def test_a_distribution_without_a_sampler_is_named():
 
     with pytest.raises(ppl.errors.PPLError, match=r"site 'flat' at test_distribution_contract.py:\d+"):
         ppl.simulate(model)(0)
+
+
+APART = {  # parameters that NumPyro keeps in the static half of the tree
+    "Multinomial": (lambda n: dist.Multinomial(n, probs=jnp.array([0.3, 0.7])), jnp.array([[1, 2], [2, 2]])),
+    "DirichletMultinomial": (lambda n: dist.DirichletMultinomial(jnp.ones(2), n), jnp.array([[1, 2], [2, 2]])),
+    "Masked": (lambda n: dist.Poisson(2.0).expand((2,)).mask(n > 3), jnp.array([1, 2])),
+    "CAR": (
+        lambda n: dist.CAR(0.0, 0.5, 1.0, jnp.eye(2)[::-1] * (n[0] - 2)),
+        jnp.array([0.5, 1.0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_arrays_in_the_static_half_are_data(name):
+    make, y = APART[name]
+    counts = jnp.array([3, 4])
+    expected = jnp.sum(make(counts).log_prob(y))
+    models = {
+        "argument": lambda n: ppl.observe("y", make(n), y),
+        "closure": lambda _: ppl.observe("y", make(counts), y),
+        "numpy": lambda _: ppl.observe("y", make(np.array([3, 4])), y),
+    }
+    for model in models.values():
+        for _ in range(2):
+            try:
+                found = ppl.log_density(model)({}, counts)
+            except ppl.errors.DistributionError as error:
+                assert "site 'y' at test_distribution_contract.py" in str(error)  # noqa: PT017
+            else:
+                np.testing.assert_allclose(found, expected, rtol=1e-9)
