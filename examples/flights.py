@@ -150,7 +150,7 @@ def write(trace: xr.DataTree) -> None:
     }
     for name, plot in plots.items():
         plot.savefig(OUTPUT / f"flights_{name}.png")
-    print(f"wrote {', '.join(str(path.relative_to(OUTPUT.parent)) for path in sorted(OUTPUT.glob('flights*')))}")
+    print(f"wrote {', '.join(str(path.relative_to(OUTPUT.parent.parent)) for path in sorted(OUTPUT.glob('flights*')))}")
 
 
 def main() -> None:
