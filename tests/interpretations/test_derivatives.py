@@ -197,3 +197,16 @@ def test_checkpoint_saves_what_it_saves_by_hand():
         assert found[name][0] <= 1.05 * hand[name][0] + 4096
         np.testing.assert_allclose(found[name][1][0], hand[name][1][0], rtol=1e-10)
         np.testing.assert_allclose(found[name][1][1]["w"], hand[name][1][1]["w"], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_site_under_its_own_batching_rule_is_refused(mapped):
+    @jax.custom_batching.custom_vmap
+    def own(x):
+        ppl.factor("site", x)
+        return x
+
+    own.def_vmap(lambda size, batched, x: (x, batched[0]))
+    model = (lambda: jax.vmap(own)(jnp.ones(3))) if mapped else (lambda: own(1.0))
+    with pytest.raises(UnsupportedPrimitiveError, match=r"site 'site' at test_derivatives.py:\d+: .*custom_vmap"):
+        ppl.log_density(model)({})

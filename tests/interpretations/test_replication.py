@@ -251,3 +251,25 @@ def test_a_spec_that_fits_nothing(mesh_data, spec, message):
         ppl.simulate(lambda: run(mesh_data, lambda: ppl.sample("x", STANDARD, spec=spec)))(0)
     with pytest.raises(SpecError, match="site 'x' at .*(no shard_map around the site|no partition spec)"):
         ppl.simulate(lambda: ppl.sample("x", STANDARD, spec=spec))(0)
+
+
+def test_lanes_on_a_mesh_axis_are_right_or_refused():
+    mesh = _mesh(jax.sharding.AxisType.Auto, a=2, b=2)
+
+    def density(site):
+        def lane(v):
+            return jax.shard_map(lambda v: (site(v), None)[1], mesh=mesh, in_specs=P("b"), out_specs=None)(v)
+
+        lanes = jax.vmap(lane, spmd_axis_name="a")
+        return ppl.log_density(lambda: lanes(jnp.arange(8.0).reshape(2, 4)))({})
+
+    for site, expected in (
+        (lambda v: ppl.factor("f", 1.0, spec=P()), 2.0),
+        (lambda v: ppl.factor("f", 1.0, spec=P("b")), 4.0),
+        (lambda v: ppl.observe("y", STANDARD, v), normal(np.arange(8.0))),
+    ):
+        try:
+            found = density(site)
+        except ppl.errors.PPLError:
+            continue
+        np.testing.assert_allclose(found, expected)
