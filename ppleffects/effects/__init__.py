@@ -27,6 +27,7 @@ from ppleffects.effects.interpreter import HandlerResult as HandlerResult
 from ppleffects.effects.interpreter import Interpreter as Interpreter
 from ppleffects.effects.interpreter import Uninitialized as Uninitialized
 from ppleffects.effects.interpreter import reinterpret as reinterpret
+from ppleffects.effects.lift import lift_constants as lift_constants
 from ppleffects.effects.primitive import Lane as Lane
 from ppleffects.effects.primitive import effect_primitive as effect_primitive
 from ppleffects.effects.shard_map import default_shard_map_handler as default_shard_map_handler

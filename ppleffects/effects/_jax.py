@@ -467,6 +467,16 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     return jaxprs_in(eqn.params)
 
 
+def closed_bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters, with the constants that they hold."""
+    return [
+        j
+        for value in eqn.params.values()
+        for j in (value if isinstance(value, tuple) else (value,))
+        if hasattr(j, "consts") and hasattr(j, "eqns")
+    ]
+
+
 def jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, in order."""
     return [j if hasattr(j, "eqns") else j.jaxpr for j in core.jaxprs_in_params(params)]

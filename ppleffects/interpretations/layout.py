@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ppleffects.effects import _jax
@@ -187,11 +188,14 @@ class Occurrence:
         if structure is None:
             return None
         avals = [_jax.aval_of(v) for v in self.eqn.invars][: sum(structure.dynamic)]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        return structure.build(
-            jax.ShapeDtypeStruct(x.shape[sum(lane.mapped[i] for lane in self.site.lanes) :], x.dtype)
-            for i, x in enumerate(shapes)
-        )
+        shapes = [
+            jax.ShapeDtypeStruct(a.shape[sum(lane.mapped[i] for lane in self.site.lanes) :], a.dtype)
+            for i, a in enumerate(avals)
+        ]
+        try:
+            return structure.build(shapes)
+        except (TypeError, ValueError):  # TFP's constructors run again on the leaves, and want numbers
+            return structure.build(np.ones(s.shape, s.dtype) for s in shapes)
 
 
 _found: weakref.WeakKeyDictionary[Jaxpr, tuple[Occurrence, ...]] = weakref.WeakKeyDictionary()

@@ -25,6 +25,7 @@ from ppleffects.language import (
     sample_p,
 )
 from ppleffects.language import distribution as protocol
+from ppleffects.language.safe import with_safe_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +242,7 @@ def _log_prob(operands: _Operands, value: Array, *, inside: bool = False) -> Arr
         batch = value.shape[: value.ndim - site.event_dim]
         keep = functools.reduce(jnp.logical_and, [jnp.broadcast_to(k, batch) for k in keeps])
         over_event = keep.reshape(*batch, *[1] * site.event_dim)
-        dist = protocol.with_safe_parameters(dist, keep)
+        dist = with_safe_parameters(dist, keep)
         safe = jnp.where(over_event, value, protocol.feasible(dist, value))
         return jnp.where(keep, protocol.log_prob(dist, safe, inside=inside), 0.0)
 

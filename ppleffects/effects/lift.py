@@ -1,0 +1,63 @@
+"""Arrays that a jit inside of a program closes over become arguments of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, override
+
+import jax
+
+from ppleffects.effects import _jax
+from ppleffects.effects._jax import Jaxpr, Traced
+from ppleffects.effects.handlers import default_dispatcher
+from ppleffects.effects.interpreter import HandlerResult, Interpreter
+
+
+def _inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        for body in _jax.closed_bodies(eqn):
+            yield from (c for c in body.consts if isinstance(c, jax.Array))
+            yield from _inner_constants(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lifting(Interpreter[Any]):
+    lifted: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @override
+    def run(self, jaxpr, consts, ctx, *args):
+        return super().run(jaxpr, [self.lifted.get(id(c), c) for c in consts], ctx, *args)
+
+    @override
+    def _apply(self, ctx, eqn, invals):
+        handler = self.dispatcher.handler(eqn.primitive)
+        if handler is None or not any(c for body in _jax.closed_bodies(eqn) for c in _constants_below(body)):
+            return HandlerResult(ctx, _jax.bind(eqn, invals))
+        return handler(self, ctx, eqn, invals)
+
+
+def _constants_below(body: Jaxpr) -> Iterator[bool]:
+    yield from (True for c in body.consts if isinstance(c, jax.Array))
+    yield from (True for _ in _inner_constants(body))
+
+
+def lift_constants(traced: Traced, args: tuple[Any, ...]) -> tuple[Traced, tuple[Any, ...]]:
+    """Returns an equal program, and its arguments, in which no body closes over an array.
+
+    Args:
+        traced: the program.
+        args: its arguments.
+    """
+    arrays = list({id(c): c for c in _inner_constants(traced.jaxpr)}.values())
+    if not arrays:
+        return traced, args
+
+    def run(arrays, consts, args):
+        lifting = _Lifting(default_dispatcher(), lifted=dict(zip(ids, arrays, strict=True)))
+        outs, _ = lifting.run(traced.jaxpr, consts, (), *args)
+        return jax.tree.unflatten(traced.out_tree, outs)
+
+    ids = [id(c) for c in arrays]
+    given = (arrays, traced.consts, args)
+    return _jax.trace(run, *given), tuple(jax.tree.leaves(given))
