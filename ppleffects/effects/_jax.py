@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import Array
 from jax._src import config, core, effects, source_info_util
+from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow.conditionals import cond_p
@@ -93,6 +94,7 @@ def register_effect_rules(
     abstract_eval: Callable[..., Any],
     batch: Callable[..., Any],
     unhandled: Callable[..., Exception],
+    refuse_lane: Callable[..., Exception],
 ) -> None:
     """Registers all of JAX's rules for an effect primitive.
 
@@ -101,6 +103,7 @@ def register_effect_rules(
         abstract_eval: from abstract operands and parameters to abstract results.
         batch: ``(lane, operands, **params) -> (results, axes)``; the batched operands have the lane's axis in front.
         unhandled: from parameters to the error for running outside of an interpretation.
+        refuse_lane: from parameters to the error for a vmap whose lanes lie on a mesh axis (``spmd_axis_name``).
     """
     primitive.multiple_results = True
     _effect_primitives.add(primitive)
@@ -115,6 +118,8 @@ def register_effect_rules(
         raise unhandled(**params)
 
     def batched(axis_data, operands, dims, **params):
+        if axis_data.spmd_name is not None:
+            raise refuse_lane(**params)
         operands = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
         name = None if axis_data.name is core.no_axis_name else axis_data.name
         depth = getattr(axis_data, "depth", 0)
@@ -213,6 +218,20 @@ def _batch_shard_map_marked(trace, *args, **params):
 
 
 batching.BatchTrace.process_shard_map = _batch_shard_map_marked  # pyright: ignore[reportAttributeAccessIssue]
+
+_batch_custom_vmap = batching.fancy_primitive_batchers[custom_vmap_p]
+
+
+def refuse_custom_vmap(refuse: Callable[[Primitive, dict[str, Any]], Exception]) -> None:
+    """Makes JAX refuse a function with its own batching rule that holds an effect, of which the rule knows nothing."""
+
+    def batched(axis_data, args, dims, *, call, **params):
+        if has_effect(call):
+            raise refuse(custom_vmap_p, {"jaxpr": call})
+        return _batch_custom_vmap(axis_data, args, dims, call=call, **params)
+
+    batching.fancy_primitive_batchers[custom_vmap_p] = batched
+
 
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
 _batch_while = batching.fancy_primitive_batchers[while_p]
@@ -365,63 +384,6 @@ def array_type(shape: tuple[int, ...], dtype: Any, axes: frozenset[str] = frozen
 
 
 # --- tracing and binding ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
-    """A function that was traced once.
-
-    Attributes:
-        jaxpr: its equations; constants are in ``consts``.
-        consts: arrays and tracers that the function closed over.
-        out_tree: the tree of its result.
-        out_avals: the abstract leaves of its result.
-    """
-
-    jaxpr: Jaxpr
-    consts: tuple[Any, ...]
-    out_tree: Any
-
-    @property
-    def out_avals(self) -> list[Any]:
-        return [v.aval for v in self.jaxpr.outvars]
-
-    @property
-    def abstract_result(self) -> Any:
-        return jax.tree.unflatten(self.out_tree, self.out_avals)
-
-    def __call__(self, *args: Any) -> Any:
-        """Runs the traced equations; the function itself is not called again."""
-        outs = core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(self.out_tree, outs)
-
-
-def trace(fn: Callable[..., Any], *args: Any) -> Traced:
-    """Traces ``fn`` at the types of ``args`` (pytrees of arrays, tracers or abstract values)."""
-    tree = None
-
-    def flat(*args):
-        nonlocal tree
-        leaves, tree = jax.tree.flatten(fn(*args))
-        return leaves
-
-    closed = jax.make_jaxpr(flat)(*args)
-    jaxpr, consts = _separate(closed)
-    return Traced(jaxpr, tuple(consts), tree)
-
-
-def _separate(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    return getattr(closed, "jaxpr", closed), closed.consts
-
-
-def closed(fn: Callable[..., Any], *args: Any) -> Jaxpr:
-    """Traces ``fn`` once, arrays that it closes over included."""
-    return jax.make_jaxpr(fn)(*args)
-
-
-def call(body: Jaxpr, *args: Any) -> list[Any]:
-    """Binds the equations of a traced body."""
-    return core.jaxpr_as_fun(body)(*args)
 
 
 def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any, override
 
 import jax
 
-from ppleffects.effects import _jax, mesh
+from ppleffects.effects import _jax, mesh, tracing
 from ppleffects.effects.handlers import default_dispatcher
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 
@@ -55,6 +55,6 @@ def run_varying(fn: Callable[..., Any], axes: frozenset[str], *args: Any) -> Any
     if not axes:
         return fn(*args)
     with _jax.no_mesh():
-        traced = _jax.trace(lambda *xs: fn(*jax.tree.unflatten(tree, xs)), *map(_jax.without_axes, leaves))
+        traced = tracing.trace(lambda *xs: fn(*jax.tree.unflatten(tree, xs)), *map(_jax.without_axes, leaves))
     outs, _ = _Casting(default_dispatcher(), axes=axes).run(traced.jaxpr, traced.consts, (), *leaves)
     return jax.tree.unflatten(traced.out_tree, outs)

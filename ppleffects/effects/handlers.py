@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppleffects.effects import _jax, mesh
+from ppleffects.effects import _jax, mesh, tracing
 from ppleffects.effects._jax import JaxprEqn
 from ppleffects.effects.context import Crossing, Frame, Part, parts_like, split
 from ppleffects.effects.interpreter import (
@@ -93,7 +93,8 @@ def default_while_handler[Context](
             source=_jax.equation_line(eqn) if site is None else site.params.get("source"),
             fix="move it into the body",
         )
-    frame = Frame("while", eqn, loop.body, axes=_jax.varying(_jax.aval_of(loop.predicate.outvars[0])))
+    decides = _jax.aval_of(loop.predicate.outvars[0])
+    frame = Frame("while", eqn, loop.body, axes=_jax.varying(decides))
     parts, join = split(ctx)
     crossings = [part.enter(frame) for part in parts]
 
@@ -104,20 +105,23 @@ def default_while_handler[Context](
         return _same_types(frame, carried, [c for c, _ in left]), outs, [e for _, e in left]
 
     start = [c.carried for c in crossings]
-    traced = _jax.trace(iteration, start, loop.carry)
+    traced = tracing.trace(iteration, start, loop.carry)
     zeros = jax.tree.map(lambda a: _zeros(a, frame.axes), traced.abstract_result[2])
     begun = [part.start(frame, z) for part, z in zip(parts, zeros, strict=True)]
 
     def body(state):
-        carried, values, totals = state
-        carried, values, emitted = traced(carried, values)
+        carried, before, totals = state
+        carried, values, emitted = traced(carried, before)
+        if decides.ndim:  # the loop of a vmap, in which each lane goes on until it is done
+            active = predicate_of(before)
+            values = [mesh.where_lane(active, new, old) for new, old in zip(values, before, strict=True)]
         totals = [p.accumulate(frame, t, e) for p, t, e in zip(parts, totals, emitted, strict=True)]
         return carried, values, totals
 
-    def predicate(state):
-        return interpreter(loop.predicate, ctx, *loop.predicate_consts, *state[1])[0][0]
+    def predicate_of(values):
+        return interpreter(loop.predicate, ctx, *loop.predicate_consts, *values)[0][0]
 
-    carried, values, totals = jax.lax.while_loop(predicate, body, (start, loop.carry, begun))
+    carried, values, totals = jax.lax.while_loop(lambda s: predicate_of(s[1]).any(), body, (start, loop.carry, begun))
     return HandlerResult(join(_rejoined(frame, parts, carried, totals)), list(values))
 
 
@@ -142,7 +146,7 @@ def default_cond_handler[Context](
         return run
 
     start = [c.carried for c in crossings[0]]
-    traced = [_jax.trace(branch(f, c), start, *operands) for f, c in zip(frames, crossings, strict=True)]
+    traced = [tracing.trace(branch(f, c), start, *operands) for f, c in zip(frames, crossings, strict=True)]
     emissions = [t.abstract_result[2] for t in traced]
     aligned = [part.align(frames[0], [e[i] for e in emissions]) for i, part in enumerate(parts)]
 
@@ -202,7 +206,7 @@ def rebind_lane_cond[Context](
         def run(flag, *args):
             return interpreter(body, jax.tree.unflatten(tree, args[len(operands) :]), flag, *args[: len(operands)])[0]
 
-        return _jax.closed(run, index == 0, *operands, *leaves)
+        return tracing.closed(run, index == 0, *operands, *leaves)
 
     branches = tuple(map(rewritten, eqn.params["branches"]))
     return HandlerResult(ctx, _jax.lane_cond_p.bind(index, *operands, *leaves, branches=branches))
@@ -311,11 +315,11 @@ def _zeros(aval: Any, axes: frozenset[str]) -> jax.Array:
 
 def _alike(runs: Sequence[Callable[..., Any]], axes: frozenset[str], *args: Any) -> list[Callable[..., Any]]:
     """Gives the branches of a cond results of one type: what varies in one varies in all, or the predicate does."""
-    traced = [_jax.trace(run, *args) for run in runs]
+    traced = [tracing.trace(run, *args) for run in runs]
     leaves = zip(*(t.out_avals for t in traced), strict=True)
     types = [axes.union(*map(_jax.varying, leaf)) for leaf in leaves]
 
-    def cast(branch: _jax.Traced) -> Callable[..., Any]:
+    def cast(branch: tracing.Traced) -> Callable[..., Any]:
         def run(*args):
             leaves, tree = jax.tree.flatten(branch(*args))
             return jax.tree.unflatten(tree, [mesh.cast_varying(x, a) for x, a in zip(leaves, types, strict=True)])

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, NamedTuple
 
 import jax
 
-from ppleffects.effects import _jax
+from ppleffects.effects import _jax, tracing
 from ppleffects.effects._jax import Jaxpr, JaxprEqn, Literal, Primitive
 from ppleffects.errors import UnsupportedPrimitiveError
 
@@ -185,7 +185,7 @@ def reinterpret[Context, **P, R](
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-        traced = _jax.trace(flat, *leaves)
+        traced = tracing.trace(flat, *leaves)
         outs, ctx = interpreter.run(traced.jaxpr, traced.consts, ctx, *leaves)
         return jax.tree.unflatten(traced.out_tree, outs), ctx
 

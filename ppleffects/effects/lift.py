@@ -8,8 +8,8 @@ from typing import Any, override
 
 import jax
 
-from ppleffects.effects import _jax
-from ppleffects.effects._jax import Jaxpr, Traced
+from ppleffects.effects import _jax, tracing
+from ppleffects.effects._jax import Jaxpr
 from ppleffects.effects.handlers import default_dispatcher
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 
@@ -42,7 +42,7 @@ def _constants_below(body: Jaxpr) -> Iterator[bool]:
     yield from (True for _ in _inner_constants(body))
 
 
-def lift_constants(traced: Traced, args: tuple[Any, ...]) -> tuple[Traced, tuple[Any, ...]]:
+def lift_constants(traced: tracing.Traced, args: tuple[Any, ...]) -> tuple[tracing.Traced, tuple[Any, ...]]:
     """Returns an equal program, and its arguments, in which no body closes over an array.
 
     Args:
@@ -60,4 +60,4 @@ def lift_constants(traced: Traced, args: tuple[Any, ...]) -> tuple[Traced, tuple
 
     ids = [id(c) for c in arrays]
     given = (arrays, traced.consts, args)
-    return _jax.trace(run, *given), tuple(jax.tree.leaves(given))
+    return tracing.trace(run, *given), tuple(jax.tree.leaves(given))

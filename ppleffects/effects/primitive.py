@@ -61,9 +61,28 @@ def effect_primitive(
             "ppl.log_density(model)(values) ...) instead of calling it",
         )
 
-    _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled)
+    def refuse_lane(**params):
+        return UnsupportedPrimitiveError(
+            f"'{name}' stands in a vmap with spmd_axis_name=, which lays its lanes on a mesh axis",
+            site=params.get("name"),
+            source=params.get("source"),
+            fix="leave spmd_axis_name= out, or map over the mesh axis by jax.shard_map",
+        )
+
+    _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled, refuse_lane)
     ACTIVATE[primitive] = activate
     return primitive
+
+
+def _batching_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
+    site = next((e for body in _jax.jaxprs_in(params) for e in _effect_equations(body)), None)
+    params = {} if site is None else site.params
+    return UnsupportedPrimitiveError(
+        f"'{primitive}', a function with its own rule for vmap, holds an effect of which the rule knows nothing",
+        site=params.get("name"),
+        source=params.get("source"),
+        fix="take the site out of the function and pass its value in",
+    )
 
 
 def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
@@ -89,3 +108,4 @@ def _effect_equations(jaxpr: _jax.Jaxpr):
 
 
 _jax.refuse_derivatives(_derivative_error)
+_jax.refuse_custom_vmap(_batching_error)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ppleffects.effects import _jax, mesh
+from ppleffects.effects import _jax, mesh, tracing
 from ppleffects.effects._jax import JaxprEqn
 from ppleffects.effects.interpreter import HandlerResult, Interpreter, TracerValue, Uninitialized
 
@@ -54,10 +54,10 @@ def default_shard_map_handler[Context](
 
     operands = (_placed(shard, ctx, ctx_specs), list(invals))
     in_specs = (ctx_specs, list(shard.in_specs))
-    traced: list[_jax.Traced] = []
+    traced: list[tracing.Traced] = []
 
     def probe(ctx, args):
-        traced.append(_jax.trace(body, ctx, args))
+        traced.append(tracing.trace(body, ctx, args))
 
     jax.eval_shape(jax.shard_map(probe, in_specs=in_specs, out_specs=None, **options), *operands)
     _, after = traced[0].abstract_result

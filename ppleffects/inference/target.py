@@ -18,7 +18,7 @@ from ppleffects.interpretations.draw import as_key, name_digest
 from ppleffects.interpretations.program import Model, Program, bind_arguments, trace_model
 from ppleffects.interpretations.rules import Reading
 from ppleffects.interpretations.run import checked_values, run
-from ppleffects.interpretations.sites import sites_of
+from ppleffects.interpretations.sites import describe, sites_of
 
 type Unconstrained = dict[str, Array]
 
@@ -139,7 +139,7 @@ def _array_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _check_continuous(program: Program) -> None:
     for name, occurrence in program.named("sample").items():
-        if not jnp.issubdtype(occurrence.dtype, jnp.floating):
+        if not jnp.issubdtype(occurrence.dtype, jnp.floating) or describe(occurrence).is_discrete:
             kind = type(occurrence.abstract_distribution()).__name__
             raise DiscreteLatentError(
                 "a discrete latent has no density over the reals, so no gradient-based sampler can move it",

@@ -187,7 +187,7 @@ class Occurrence:
         structure = self.site.structure
         if structure is None:
             return None
-        avals = [_jax.aval_of(v) for v in self.eqn.invars][: sum(structure.dynamic)]
+        avals = [_jax.aval_of(v) for v in self.eqn.invars][: structure.num_arrays]
         shapes = [
             jax.ShapeDtypeStruct(a.shape[sum(lane.mapped[i] for lane in self.site.lanes) :], a.dtype)
             for i, a in enumerate(avals)

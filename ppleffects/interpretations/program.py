@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ppleffects.effects import _jax, lift_constants, mesh, structure_of
+from ppleffects.effects import _jax, lift_constants, mesh, structure_of, tracing
 from ppleffects.errors import PPLError
 from ppleffects.interpretations.check import check_sites
 from ppleffects.interpretations.layout import Occurrence, occurrences
@@ -120,7 +120,7 @@ def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     arrays = tuple(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d)
     around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given))))
     with mesh.ambient_axes(tuple(sorted(around))) if around else contextlib.nullcontext():
-        traced, arrays = lift_constants(_jax.trace(run, *arrays), arrays)
+        traced, arrays = lift_constants(tracing.trace(run, *arrays), arrays)
     return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
 
 

@@ -6,6 +6,7 @@ A distribution is a pytree whose array leaves are its parameters. Your own needs
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,19 +64,71 @@ class Structure:
         tree: the pytree structure.
         static: for each leaf, the leaf itself if it is no array, else None.
         dynamic: for each leaf, whether it is an array.
-        names: for each array leaf, what the distribution calls it; for messages.
+        names: for each array, what the distribution calls it; for messages.
+        hidden: how many more arrays the distribution keeps among what its pytree calls static.
     """
 
     tree: Any
     static: tuple[Any, ...]
     dynamic: tuple[bool, ...]
     names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    hidden: int = 0
+
+    @property
+    def num_arrays(self) -> int:
+        """The number of arrays that the distribution is put together from."""
+        return sum(self.dynamic) + self.hidden
 
     def build(self, arrays: Any) -> Any:
-        """Puts the distribution together from its array leaves."""
-        arrays = iter(arrays)
-        leaves = [next(arrays) if d else s for s, d in zip(self.static, self.dynamic, strict=True)]
-        return jax.tree.unflatten(self.tree, leaves)
+        """Puts the distribution together from its arrays."""
+        arrays = list(arrays)
+        rest = iter(arrays)
+        leaves = [next(rest) if d else s for s, d in zip(self.static, self.dynamic, strict=True)]
+        distribution = jax.tree.unflatten(self.tree, leaves)
+        return _revealed(distribution, arrays[sum(self.dynamic) :]) if self.hidden else distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """Stands for an array that a NumPyro distribution keeps among what its pytree calls static."""
+
+    number: int
+
+
+def _concealed(distribution: Any, arrays: list[Any]) -> Any:
+    """A copy of a NumPyro distribution whose static fields hold no arrays; they are appended to ``arrays``."""
+    if not isinstance(distribution, dist.Distribution):
+        return distribution
+    changed: dict[str, Any] = {}
+    static = type(distribution).gather_pytree_aux_fields()
+    for name, value in vars(distribution).items():
+        if isinstance(value, dist.Distribution):
+            inner = _concealed(value, arrays)
+            if inner is not value:
+                changed[name] = inner
+        elif name in static and isinstance(value, jax.Array | np.ndarray):
+            changed[name] = _Hidden(len(arrays))
+            arrays.append(value)
+    return _with_attributes(distribution, changed)
+
+
+def _revealed(distribution: Any, arrays: list[Any]) -> Any:
+    """The inverse of ``_concealed``."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(distribution).items():
+        if isinstance(value, _Hidden):
+            changed[name] = arrays[value.number]
+        elif isinstance(value, dist.Distribution):
+            changed[name] = _revealed(value, arrays)
+    return _with_attributes(distribution, changed)
+
+
+def _with_attributes(distribution: Any, changed: dict[str, Any]) -> Any:
+    if not changed:
+        return distribution
+    copied = copy.copy(distribution)
+    vars(copied).update(changed)
+    return copied
 
 
 def _is_array(leaf: Any) -> bool:
@@ -88,7 +141,8 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
     Raises:
         DistributionError: it is no pytree, or lacks a member of the protocol.
     """
-    leaves, tree = jax.tree.flatten(distribution)
+    hidden: list[Any] = []
+    leaves, tree = jax.tree.flatten(_concealed(distribution, hidden))
     if jax.tree_util.all_leaves([distribution]):
         raise DistributionError(
             f"the distribution is not a pytree, so its parameters cannot be traced: {type(distribution).__name__}",
@@ -112,13 +166,13 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
     dynamic = tuple(map(_is_array, leaves))
     static = tuple(None if d else leaf for leaf, d in zip(leaves, dynamic, strict=True))
     try:
-        hash(static)
+        hash((static, tree))
     except TypeError as error:
         raise DistributionError(
             f"a leaf of the distribution is neither an array nor hashable: {error}", site=site, source=source
         ) from None
-    arrays = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d]
-    return arrays, Structure(tree, static, dynamic, tuple(_leaf_names(distribution, arrays)))
+    arrays = [*(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d), *hidden]
+    return arrays, Structure(tree, static, dynamic, tuple(_leaf_names(distribution, arrays)), len(hidden))
 
 
 def _leaf_names(distribution: Any, arrays: list[Any]) -> list[str]:

@@ -29,7 +29,7 @@ def with_safe_parameters(distribution: Any, keep: Array) -> Any:
 
 
 def _parameters(owner: Any, inner: int) -> Iterator[tuple[int, tuple[Any, int, int]]]:
-    """For each parameter: its constraint, its event axes, and its batch axes that the whole distribution does not have."""
+    """For each parameter: its constraint, its event axes, and its batch axes that the whole does not have."""
     for value, constraint, event_dim in _own_parameters(owner):
         yield id(value), (constraint, event_dim, inner)
     members = owner.parameters if is_tfp(owner) else getattr(owner, "__dict__", {})

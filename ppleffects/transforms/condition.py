@@ -37,7 +37,7 @@ def condition(model: Model, values: Mapping[str, Any]) -> Model:
         site = eqn.params["site"]
         if eqn.primitive is not sample_p or site.name not in ctx.inputs.values:
             return None
-        at = sum(site.structure.dynamic)
+        at = site.structure.num_arrays
         value = typed_like(eqn, ctx.inputs.values[site.name])
         operands = [*operands[:at], value, *operands[at:]]
         return rebind(observe_p, site.with_operand(at, lanes=True).replace(predicted=False), operands)

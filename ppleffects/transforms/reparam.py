@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from numpyro.primitives import Messenger
 
-from ppleffects.effects import Lane, _jax, activated
+from ppleffects.effects import Lane, _jax, activated, tracing
 from ppleffects.errors import PPLError
 from ppleffects.interpretations.program import Program
 from ppleffects.language import SiteParams, deterministic_p, factor_p, sample_p
@@ -77,12 +77,12 @@ def _in_lanes(site: SiteParams, strategy: Any, dtype: Any, operands: list[Any]) 
 
     arrays = operands[: len(operands) - site.conditional]
     inner = [x[(0,) * sum(lane.mapped[i] for lane in site.lanes)] for i, x in enumerate(map(jnp.asarray, arrays))]
-    body = _jax.closed(one, *inner)
+    body = tracing.closed(one, *inner)
     if site.conditional:
-        body = _jax.closed(lambda *xs: activated(body)(xs[-1], *xs[:-1]), *inner, jnp.array(True))
+        body = tracing.closed(lambda *xs: activated(body)(xs[-1], *xs[:-1]), *inner, jnp.array(True))
     for lane in reversed(site.lanes):
         body = _jax.over_lane(body, Lane(lane.name, lane.size, lane.mapped, lane.depth))
-    return _jax.call(body, *operands)[0]
+    return tracing.call(body, *operands)[0]
 
 
 def _sample(site: SiteParams, name: str, dist: Any) -> Any:
