@@ -16,6 +16,9 @@ from tests.conftest import _mesh
 DATA = P("data")
 LOG_2PI = np.log(2 * np.pi)
 STANDARD = dist.Normal(0.0, 1.0)
+SHARDED_GRADIENT = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
+)
 
 
 def normal(x, loc=0.0):
@@ -59,6 +62,7 @@ def test_an_unvarying_factor_counts_once_unless_it_says_otherwise(mesh_data, spe
     assert float(ppl.log_density(model)({})) == expected
 
 
+@SHARDED_GRADIENT
 def test_replicated_and_sharded_sites_in_one_body(axis_type):
     mesh = _mesh(axis_type, data=4)
     y = jnp.arange(8.0) / 4
@@ -90,6 +94,7 @@ def test_replicated_and_sharded_sites_in_one_body(axis_type):
     assert gradient["own"].sharding.spec == P("data")
 
 
+@SHARDED_GRADIENT
 def test_an_all_gathered_observation(axis_type):
     mesh = _mesh(axis_type, data=4)
     y = jnp.arange(4.0)
@@ -137,6 +142,7 @@ def test_a_psum_counts_once_by_its_type(mesh_data):
     np.testing.assert_allclose(ppl.log_density(model)({}, y), normal(6.0) + normal(y), rtol=1e-12)
 
 
+@SHARDED_GRADIENT
 def test_several_axes(axis_type):
     mesh = _mesh(axis_type, a=2, b=2)
     x = jnp.arange(4.0).reshape(2, 2)
@@ -213,7 +219,7 @@ def test_a_shared_latent_with_varying_parameters_names_operand_and_mend(mesh_dat
     def model(x):
         run(mesh_data, lambda x: ppl.sample("x", dist.Normal(0.0, jnp.exp(x)), spec=P()), x)
 
-    with pytest.raises(SpecError, match=r"site 'x' at (.|\n)*parameter 1 of Normal varies(.|\n)*psum(.|\n)*all_gather"):
+    with pytest.raises(SpecError, match=r"site 'x' at (.|\n)*'scale' of Normal varies(.|\n)*psum(.|\n)*all_gather"):
         ppl.simulate(model)(0, jnp.zeros(4))
 
 
