@@ -1,5 +1,7 @@
 """``condition`` and ``do``: closed forms, every control flow around and inside, composition, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,10 @@ def test_gradients_in_the_given_values():
         return ppl.log_density(ppl.condition(chain, {"x": x}))({"y": 0.2})
 
     close(jax.grad(density)(1.5), -1.5 + 2 * (0.2 - 3.0))
-    intervened = lambda x: ppl.log_density(ppl.do(chain, {"x": x}))({"y": 0.2})
+
+    def intervened(x):
+        return ppl.log_density(ppl.do(chain, {"x": x}))({"y": 0.2})
+
     close(jax.grad(intervened)(1.5), 2 * (0.2 - 3.0))
 
 
@@ -158,12 +163,13 @@ def test_inside_of_loops_the_layout_is_that_of_the_place(transform):
         return lax.scan(lambda c, x: (c, transform(pair, {"x": x})(0.0)), 0.0, xs)[1]
 
     xs, y = jnp.array([0.1, 0.7]), jnp.array([0.3, 0.9])
-    own = lambda x: jnp.sum(normal(x)) if transform is ppl.condition else 0.0
+
+    def own(x, loc=0.0):
+        return jnp.sum(normal(x, loc)) if transform is ppl.condition else 0.0
+
     close(ppl.log_density(model)({"y": y}, xs), jnp.sum(normal(y, 2 * xs)) + own(xs))
-    close(
-        ppl.log_density(jax.vmap(transform(pair, {"x": 0.5})))({"y": y}, xs),
-        jnp.sum(normal(y, 1.0)) + (jnp.sum(normal(0.5, xs)) if transform is ppl.condition else 0.0),
-    )
+    same = ppl.log_density(jax.vmap(transform(pair, {"x": 0.5})))({"y": y}, xs)
+    close(same, jnp.sum(normal(y, 1.0)) + own(0.5, xs))
 
     def lanes(xs):
         return jax.vmap(lambda x: transform(pair, {"x": x})(0.0))(xs)
@@ -254,7 +260,7 @@ def test_inside_of_shard_map(mesh, transform, request):
 
         return on_shards(mesh, body, loc, x)
 
-    put = lambda v: jax.device_put(v, jax.sharding.NamedSharding(mesh, P("data")))
+    put = functools.partial(jax.device_put, device=jax.sharding.NamedSharding(mesh, P("data")))
     loc, x, y = np.arange(8.0), 0.1 * np.arange(8.0), 0.3 * np.arange(8.0)
     expected = jnp.sum(normal(y, 2 * x))
     if transform is ppl.condition:
