@@ -67,9 +67,9 @@ PLAIN = Formulas(
 # real line there is none.
 NUMPYRO = Formulas(
     normal=lambda x, mean, sd: dist.Normal(mean, sd, validate_args=False).log_prob(x),
-    half_normal=lambda x, sd: dist.HalfNormal(sd).log_prob(x),
-    bernoulli=lambda y, logit: dist.Bernoulli(logits=logit).log_prob(y),
-    poisson=lambda y, rate: dist.Poisson(rate).log_prob(y),
+    half_normal=lambda x, sd: dist.HalfNormal(sd, validate_args=True).log_prob(x),
+    bernoulli=lambda y, logit: dist.Bernoulli(logits=logit, validate_args=True).log_prob(y),
+    poisson=lambda y, rate: dist.Poisson(rate, validate_args=True).log_prob(y),
 )
 
 
@@ -359,14 +359,12 @@ def _scan_by_hand(mesh: Mesh, f: Formulas) -> Callable[..., Array]:
     def series(drift, sd, states, y):
         drift, sd = lax.pcast((drift, sd), "data", to="varying")
 
-        def step(carry, inputs):
-            total, before = carry
+        def step(before, inputs):
             state, y_t = inputs
-            total = total + f.normal(state, before + drift, sd).sum() + f.normal(y_t, state, 0.5).sum()
-            return (total, state), None
+            return state, f.normal(state, before + drift, sd).sum() + f.normal(y_t, state, 0.5).sum()
 
-        start = (lax.pcast(jnp.zeros((), y.dtype), "data", to="varying"), jnp.zeros_like(y[0]))
-        return lax.psum(lax.scan(step, start, (states, y))[0][0], "data")
+        # Terms are summed after the loop: a running total is some percent faster, but loses digits in long loops.
+        return lax.psum(lax.scan(step, jnp.zeros_like(y[0]), (states, y))[1].sum(), "data")
 
     def density(values, y):
         drift, sd = values["drift"], values["sd"]
