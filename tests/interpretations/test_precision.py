@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
+import numpyro.infer
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -109,13 +111,14 @@ def test_float32_scans_in_scans_of_many_terms():
     np.testing.assert_allclose(ppl.log_density(model)({}, term), float(term) * 1e6, rtol=1e-4)
 
 
-def test_float32_while_of_many_terms():
+@pytest.mark.parametrize("n", [100_000, 1_000_000, 5_000_000])
+def test_float32_while_of_many_terms(n):
     term = np.float32(0.1)
 
-    def model(t):
-        lax.while_loop(lambda c: c < 1_000_000, lambda c: (ppl.factor("f", t), c + 1)[1], 0)
+    def model(t, n):
+        lax.while_loop(lambda c: c < n, lambda c: (ppl.factor("f", t), c + 1)[1], 0)
 
-    np.testing.assert_allclose(ppl.log_density(model)({}, term), float(term) * 1e6, rtol=1e-4)
+    np.testing.assert_allclose(ppl.log_density(model)({}, term, jnp.array(n)), float(term) * n, rtol=1e-5)
 
 
 def test_float32_shards(mesh_data):
@@ -146,3 +149,32 @@ def test_a_model_without_sites():
     assert float(ppl.log_density(lambda: None)({})) == 0.0
     trace = ppl.simulate(lambda x: 2 * x)(0, 3.0)
     assert (float(trace.log_prob), float(trace.retval), trace.values) == (0.0, 6.0, {})
+
+
+def test_numpyro_gives_the_same_density():
+    y = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    sigma = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+    def theirs():
+        mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+        tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
+        with numpyro.plate("school", 8):
+            theta = numpyro.sample("theta", dist.Normal(mu, tau))
+            numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+    def ours(y, sigma):
+        mu = ppl.sample("mu", dist.Normal(0.0, 5.0))
+        tau = ppl.sample("tau", dist.HalfCauchy(5.0))
+
+        def school(y, sigma):
+            theta = ppl.sample("theta", dist.Normal(mu, tau))
+            ppl.observe("y", dist.Normal(theta, sigma), y)
+
+        jax.vmap(school, axis_name="school")(y, sigma)
+
+    values = {"mu": 1.5, "tau": 2.0, "theta": jnp.linspace(-3.0, 9.0, 8)}
+    expected = numpyro.infer.util.log_density(theirs, (), {}, values)[0]
+    np.testing.assert_allclose(ppl.log_density(ours)(values, y, sigma), expected, rtol=1e-12)
+    u = {"mu": 1.5, "tau": jnp.log(2.0), "theta": values["theta"]}
+    potential = numpyro.infer.util.potential_energy(theirs, (), {}, u)
+    np.testing.assert_allclose(ppl.target(ours)(y, sigma).log_density(u), -potential, rtol=1e-12)
