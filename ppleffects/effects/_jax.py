@@ -386,11 +386,28 @@ def array_type(shape: tuple[int, ...], dtype: Any, axes: frozenset[str] = frozen
 # --- tracing and binding ----------------------------------------------------------------------------------------------
 
 
+def moved(eqn: JaxprEqn) -> bool:
+    """Whether an equation was traced under a mesh some of whose explicit axes are manual here."""
+    traced, here = eqn.ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
+    return AxisType.Explicit in traced.axis_types and traced != here and traced.shape == here.shape
+
+
+def _moved_sharding(param: Any, mesh: AbstractMesh) -> Any:
+    if not isinstance(param, NamedSharding) or param.mesh.shape != mesh.shape:
+        return param
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
+    return NamedSharding(mesh, P(*(e if spec_axes(P(e)) <= explicit else None for e in param.spec)))
+
+
 def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
     """Binds an equation's primitive again on new operands; a jit donates none of them, since they are the caller's."""
     params = eqn.params
     if eqn.primitive is jit_p and any(params["donated_invars"]):
         params = {**params, "donated_invars": (False,) * len(invals)}
+    if moved(eqn):
+        mesh = jax.sharding.get_abstract_mesh()
+        params = {name: _moved_sharding(value, mesh) for name, value in params.items()}
     bind_params = eqn.primitive.get_bind_params(params)
     outs = eqn.primitive.bind(*invals, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]

@@ -112,9 +112,14 @@ class Interpreter[Context]:
         return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars], ctx
 
     def _apply(self, ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]) -> HandlerResult[Context]:
-        if not self.dispatcher.concerns(eqn):
-            return HandlerResult(ctx, _jax.bind(eqn, invals))
         handler = self.dispatcher.handler(eqn.primitive)
+        if not self.dispatcher.concerns(eqn):
+            inner = _jax.bodies(eqn)
+            if not inner or handler is None or not _jax.moved(eqn):
+                return HandlerResult(ctx, _jax.bind(eqn, invals))
+            # The types inside name the mesh of the trace: the body is bound again, without its own derivative rule.
+            if eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
+                return HandlerResult(ctx, self(inner[0], ctx, *invals)[0])
         if handler is None:
             raise _no_rule(self.label, eqn)
         return handler(self, ctx, eqn, invals)

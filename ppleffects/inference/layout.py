@@ -105,7 +105,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
     """The target of a model and the layout of its run.
 
     The mesh is ``mesh``, else the one set by ``jax.set_mesh``, else the one that the model's own ``shard_map`` names,
-    else none. The model is traced with that mesh set.
+    else the one that its data lie on, else none. The model is traced with that mesh set.
 
     Args:
         trace_model: traces the model in the context that it is called in.
@@ -120,9 +120,9 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         mesh = jax.sharding.get_mesh()
     if mesh is None:
         target = trace_model()
-        if not isinstance(target.mesh, Mesh):
+        mesh = target.mesh if isinstance(target.mesh, Mesh) else _mesh_of(target)
+        if mesh is None:
             return target, Layout(None, None, num_chains)
-        mesh = target.mesh
     layout = Layout(mesh, chain_axis if chain_axis in mesh.axis_names else None, num_chains)
     try:
         with layout.context():
@@ -132,6 +132,15 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         raise
     _check_mesh(mesh, target.mesh, None)
     return target, layout
+
+
+def _mesh_of(target: Any) -> Mesh | None:
+    """The mesh of several devices that the data of a model lie on."""
+    for leaf in jax.tree.leaves(target):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
 
 
 def _mesh_without_context(trace_model: Callable[[], Any]) -> Mesh | AbstractMesh | None:

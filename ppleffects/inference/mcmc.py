@@ -61,7 +61,7 @@ def mcmc(
         num_warmup: transitions per chain that adapt the kernel; not among the draws.
         num_samples: transitions per chain after warm-up.
         num_chains: number of chains.
-        mesh: devices to run on; else the mesh of ``jax.set_mesh``, else that of the model's ``shard_map``, else one.
+        mesh: devices to run on; else the mesh of ``jax.set_mesh``, else that of the model's ``shard_map`` or data.
         chain_axis: the mesh axis of chains.
         thinning: every so-many-th draw is kept, so that ``num_samples // thinning`` remain per chain.
         init: constrained values to start at, by latent name, all or some: one value for all chains, or one for each on
