@@ -1,4 +1,4 @@
-"""The distributions of generated programs: each a function of one array of parameters, whose shape is the batch shape."""
+"""The distributions of generated programs, as functions of parameters in the shape of the batch."""
 
 import dataclasses
 import math

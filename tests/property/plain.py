@@ -107,7 +107,7 @@ class Plain:
         return self.values, self.log_probs, self.unconstrained
 
     def run(self, body, types, group, frames, reached):
-        """Runs statements; changes ``c`` of each instance, and ``types``: the axes that JAX says a variable varies over."""
+        """Runs statements; changes ``c`` of each instance, and ``types``, the axes that JAX has for each variable."""
         for s in body:
             if isinstance(s, ast.Site):
                 self.site(s, types, group, frames, reached)

@@ -292,8 +292,10 @@ class Printer:
                 args.append(f"{v} + {self.float(f'{s.id}{v}', (s.size,))}")
         if "x" in s.maps and s.axis:
             args[1] = f"jnp.stack([{args[1]}, 2.0 * ({args[1]})])"
-            return f"c = jax.vmap(lambda c, x, k: {s.id}(c, x.sum(), k), in_axes={tuple(axes)!r})({', '.join(args)}).mean()\n"
-        return f"c = jax.vmap({s.id}, in_axes={tuple(axes)!r})({', '.join(args)}).mean()\n"
+            fn = f"lambda c, x, k: {s.id}(c, x.sum(), k)"
+        else:
+            fn = s.id
+        return f"c = jax.vmap({fn}, in_axes={tuple(axes)!r})({', '.join(args)}).mean()\n"
 
     def scan(self, s):
         x, k = "x", "k"

@@ -15,6 +15,7 @@ NOWHERE: Axes = frozenset()
 MAX_DEPTH = 4
 MAX_VISITS = 16
 MAX_STATEMENTS = 9
+VARYING_BRANCHES = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +262,7 @@ class Drawer:
     def cond(self, here):
         pred = self.pick(["k", "flag"])
         varies = here.varies["k"] if pred == "k" else NOWHERE
-        if not here.allows(here.varies["c"] | varies):
+        if not here.allows(here.varies["c"] | varies) or (varies and not VARYING_BRANCHES):
             pred, varies = "flag", NOWHERE
         carry = self.carry(here, varies)
         inside = here.but(

@@ -1,4 +1,4 @@
-"""Random programs against their plain meaning: density, gradient, layout, records, draws, and unconstrained positions."""
+"""Random programs against their plain meaning: density, gradient, layout, records, draws, unconstrained positions."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 
 import ppleffects as ppl
 from tests.property.plain import Plain, joined
@@ -72,7 +72,7 @@ def check_draws(trace, infos):
 
 
 def interpreted(compiled, latents, *, with_target):
-    """All that the library says of a program at given values, as one compiled function, since compiling takes the time."""
+    """All that the library says of a program at given values, in one compiled function, as compiling takes the time."""
     floats = {n: v for n, v in latents.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     whole = {n: v for n, v in latents.items() if n not in floats}
 
