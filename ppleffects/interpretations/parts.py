@@ -311,7 +311,9 @@ def add_compensated(total: tuple[Array, Array], term: Array) -> tuple[Array, Arr
     value, error = total
     new = value + term
     lost = jnp.where(jnp.abs(value) >= jnp.abs(term), (value - new) + term, (term - new) + value)
-    return new, error + lost
+    # The error is carried into the value as soon as it counts there; it would lose digits of its own otherwise.
+    whole = new + (error + lost)
+    return whole, (new - whole) + (error + lost)
 
 
 @_register

@@ -25,6 +25,7 @@ from ppleffects.language import (
     sample_p,
 )
 from ppleffects.language import distribution as protocol
+from ppleffects.language.distribution import Structure
 from ppleffects.language.safe import with_safe_parameters
 
 
@@ -229,26 +230,37 @@ def _log_prob(operands: _Operands, value: Array, *, inside: bool = False) -> Arr
     """The pointwise log density: the value's non-event axes, lanes in front; entries that do not count are 0."""
     site, at = operands.site, len(operands.arrays)
     keeps = operands.keep()
-    lanes = [
+    lanes = tuple(
         Lane(lane.name, lane.size, (*lane.mapped[:at], True, *(has[i] for _, has in keeps)))
         for i, lane in enumerate(site.lanes)
-    ]
+    )
+    density = _density(site.structure, site.event_dim, lanes, inside)
+    result = density(*operands.arrays, value, *(k for k, _ in keeps))
+    shape = site.full_shape[: len(site.lanes) + len(site.batch_shape)]
+    return operands.scaled(jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result)
+
+
+@functools.lru_cache(maxsize=4096)
+def _density(structure: Structure, event_dim: int, lanes: tuple[Lane, ...], inside: bool) -> Callable[..., Array]:
+    """The log density of a kind of distribution as a function of its arrays, the value and what to keep.
+
+    It is traced once for all sites of one kind and shape, and its equations are put in where it is called.
+    """
+    at = structure.num_arrays
 
     def one(*args):
         arrays, value, *keeps = args[:at], *args[at:]
-        dist = site.distribution(arrays)
+        dist = structure.build(arrays)
         if not keeps:
             return protocol.log_prob(dist, value, inside=inside)
-        batch = value.shape[: value.ndim - site.event_dim]
+        batch = value.shape[: value.ndim - event_dim]
         keep = functools.reduce(jnp.logical_and, [jnp.broadcast_to(k, batch) for k in keeps])
-        over_event = keep.reshape(*batch, *[1] * site.event_dim)
+        over_event = keep.reshape(*batch, *[1] * event_dim)
         dist = with_safe_parameters(dist, keep)
         safe = jnp.where(over_event, value, protocol.feasible(dist, value))
         return jnp.where(keep, protocol.log_prob(dist, safe, inside=inside), 0.0)
 
-    result = over_lanes(one, lanes)(*operands.arrays, value, *(k for k, _ in keeps))
-    shape = site.full_shape[: len(site.lanes) + len(site.batch_shape)]
-    return operands.scaled(jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result)
+    return jax.jit(over_lanes(one, lanes), inline=True)
 
 
 def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:

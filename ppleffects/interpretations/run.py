@@ -69,6 +69,13 @@ def checked_values(
         ShapeError: a value has another shape than its site.
         DTypeError: a cast to the site's dtype would lose.
     """
+    if not isinstance(values, Mapping):
+        raise ValuesError(
+            "the values of latents are no dict",
+            expected="a dict from the names of latents to arrays",
+            found=f"{type(values).__name__}",
+            fix="ppl.log_density(model)(values, *args): the values come first",
+        )
     latents = program.named(*kinds)
     for name in values:
         if name not in latents:
@@ -115,8 +122,16 @@ def _unknown(program: Program, name: str) -> ValuesError:
 
 def _checked(occurrence: Any, value: Any) -> Array:
     site = occurrence.site
-    if isinstance(value, list | tuple):
+    if not isinstance(value, jax.Array | int | float | complex):
         value = np.asarray(value)
+        if value.dtype.kind not in "biufcV":
+            raise DTypeError(
+                "the value is no array of numbers",
+                site=site.name,
+                source=site.source,
+                expected=f"an array of dtype {occurrence.dtype}",
+                found=f"{value.dtype}",
+            )
     shape, _ = occurrence.layout()
     if jnp.shape(value) != shape:
         raise ShapeError(

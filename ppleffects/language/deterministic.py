@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
-from ppleffects.language.site import activate, bind_params, new_site, through_lane
+from ppleffects.language.site import activate, as_array, bind_params, new_site, through_lane
 
 
 def deterministic(
@@ -35,7 +33,7 @@ def deterministic(
         >>> float(ppl.evaluate(model)({}).values["two"])
         2.0
     """
-    value = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    value = as_array(value, name, "value")
     site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     return deterministic_p.bind(value, **bind_params(site))[0]
 

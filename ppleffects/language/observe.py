@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -15,7 +14,7 @@ from ppleffects.effects import effect_primitive
 from ppleffects.errors import ShapeError
 from ppleffects.language import distribution as protocol
 from ppleffects.language.sample import bind_sample
-from ppleffects.language.site import SiteParams, activate, bind_params, checked_mask, new_site, through_lane
+from ppleffects.language.site import SiteParams, activate, as_array, bind_params, checked_mask, new_site, through_lane
 
 
 def observe(
@@ -53,7 +52,7 @@ def observe(
     """
     if value is None:
         return bind_sample(name, dist, dims=dims, spec=spec, mask=mask, predicted=True)
-    value = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    value = as_array(value, name, "observed value")
     site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     arrays, structure = protocol.take_apart(dist, site.name, site.source)
     site = site.replace(event_dim=len(protocol.event_shape(dist)), structure=structure)

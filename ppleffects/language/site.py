@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ppleffects.effects import Lane, _jax, mesh
-from ppleffects.errors import PPLError, ShapeError, SpecError
+from ppleffects.errors import DTypeError, PPLError, ShapeError, SpecError
 from ppleffects.language.distribution import Structure
 
 
@@ -157,6 +157,27 @@ def _check_spec(name: str, source: str, spec: PartitionSpec | None) -> None:
             found=f"spec={spec}",
             fix="name an axis of the shard_map that holds the site, or leave spec= out outside of shard_map",
         )
+
+
+def as_array(value: Any, name: str, what: str) -> Array:
+    """Returns what a site was given as an array.
+
+    Raises:
+        DTypeError: it is none.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"the {what} is no array of numbers",
+            site=name,
+            source=_jax.current_line(),
+            expected="a number, an array, or lists of numbers",
+            found=f"{type(value).__name__}",
+            fix="one site for each array",
+        ) from error
 
 
 def checked_mask(site: SiteParams, mask: Any) -> Array | None:
