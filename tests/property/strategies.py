@@ -15,7 +15,7 @@ NOWHERE: Axes = frozenset()
 MAX_DEPTH = 4
 MAX_VISITS = 12
 MAX_STATEMENTS = 7
-# What is left out, as it fails: a cond that differs from shard to shard, whose gradient waits for ever (in JAX alone, too);
+# Left out, as it fails: a cond that differs from shard to shard, whose gradient waits for ever (in JAX alone, too);
 # transformations inside of shard_map with arguments that vary.
 VARYING_BRANCHES = False
 TRANSFORMS_ON_SHARDS = False

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import ppleffects as ppl
+from tests.property.examples import EXAMPLES, FAILING
 from tests.property.plain import Plain, joined
 from tests.property.programs import Block, Compiled, Cond, Shard
 from tests.property.strategies import programs
@@ -170,6 +171,17 @@ def checked(program):
     except Exception as error:
         error.add_note(f"\n{program}")
         raise
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name):
+    checked(EXAMPLES[name])
+
+
+@pytest.mark.xfail(reason="not mended yet")
+@pytest.mark.parametrize("name", FAILING)
+def test_failing(name):
+    checked(FAILING[name])
 
 
 @settings(max_examples=40, **SETTINGS)
