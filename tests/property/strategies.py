@@ -73,7 +73,7 @@ class Drawer:
     def program(self) -> ast.Program:
         start = Where(dict.fromkeys("cxk", NOWHERE), dict.fromkeys("cxk", NOWHERE))
         body, _ = self.body(start)
-        explicit, ambient = self.flag(), self.flag()
+        explicit, ambient = self.flag() and not _shards_in_branches(body), self.flag()
         return ast.Program(body, self.mesh, explicit, ambient)
 
     def flag(self) -> bool:
@@ -318,6 +318,19 @@ class Drawer:
         )
         s, after = self.block(ast.Shard, "shard", here, inside, axes=axes, split=split)
         return s, here.with_c(after.varies["c"] - more, after.differs["c"] - more)
+
+
+def _shards_in_branches(body, inside=False) -> bool:
+    """Left out on Explicit meshes, as it fails: what one branch records has a sharding, what others leave out none."""
+    for s in body:
+        if isinstance(s, ast.Cond):
+            if any(_shards_in_branches(b, True) for b in s.branches):
+                return True
+        elif isinstance(s, ast.Block) and (
+            (inside and isinstance(s, ast.Shard)) or _shards_in_branches(s.body, inside)
+        ):
+            return True
+    return False
 
 
 def _of(support):
