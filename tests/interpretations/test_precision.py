@@ -113,7 +113,7 @@ def test_float32_scans_in_scans_of_many_terms():
 
 LONG = pytest.param(
     5_000_000,
-    marks=pytest.mark.xfail(strict=True, reason="the compensation of a while loop's total is itself summed in float32"),
+    marks=pytest.mark.xfail(strict=True, reason="the rounding errors are summed in float32"),
 )
 
 
