@@ -16,6 +16,7 @@ from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn
 from ppleffects.errors import SpecError
 from ppleffects.language import SiteParams, deterministic_p, factor_p, observe_p, sample_p
+from ppleffects.language import distribution as protocol
 
 KINDS = {sample_p: "sample", observe_p: "observe", factor_p: "factor", deterministic_p: "deterministic"}
 _FLOW = {primitive: name for name, primitive in _jax.CONTROL_FLOW.items()}
@@ -193,9 +194,13 @@ class Occurrence:
             for i, a in enumerate(avals)
         ]
         try:
-            return structure.build(shapes)
-        except (TypeError, ValueError):  # TFP's constructors run again on the leaves, and want numbers
-            return structure.build(np.ones(s.shape, s.dtype) for s in shapes)
+            abstract = structure.build(shapes)
+        except (TypeError, ValueError):
+            abstract = None
+        if abstract is not None and (protocol.is_tfp(abstract) or protocol.support(abstract) is not None):
+            return abstract
+        # Some constructors (TFP's) and supports (Levy's) compute with their parameters, and want numbers.
+        return structure.build(np.ones(s.shape, s.dtype) for s in shapes)
 
 
 _found: weakref.WeakKeyDictionary[Jaxpr, tuple[Occurrence, ...]] = weakref.WeakKeyDictionary()

@@ -194,13 +194,22 @@ def _common(name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]
 def _filled(record: Record | None, template: tuple[Record, bool]) -> Record:
     like, always = template
     shape = like.value.shape if like.log_prob is None else like.log_prob.shape
+    rows = like.value if like.log_prob is None else like.log_prob
     if record is None:
         missing = jnp.nan if jnp.issubdtype(like.value.dtype, jnp.inexact) else 0
-        zeros = None if like.log_prob is None else jnp.zeros(shape, like.log_prob.dtype)
-        return Record(jnp.full(like.value.shape, missing, like.value.dtype), zeros, jnp.zeros(shape, bool))
+        value = mesh.placed_like(jnp.full(like.value.shape, missing, like.value.dtype), _aval(like.value))
+        zeros = None
+        if like.log_prob is not None:
+            zeros = mesh.placed_like(jnp.zeros(shape, like.log_prob.dtype), _aval(like.log_prob))
+        return Record(value, zeros, mesh.placed_like(jnp.zeros(shape, bool), _aval(rows)))
     if always or record.active is not None:
         return record
-    return Record(record.value, record.log_prob, jnp.ones(shape, bool))
+    return Record(record.value, record.log_prob, mesh.placed_like(jnp.ones(shape, bool), _aval(rows)))
+
+
+def _aval(x: Any) -> Any:
+    """The type of an array, or of what is a type already."""
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 def _merged(branches: Sequence[Record]) -> Record:

@@ -81,7 +81,9 @@ class Model:
     args: tuple[Any, ...]
 
 
-def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *given: Any) -> Model:
+def trace_model(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *given: Any, part: bool = False
+) -> Model:
     """Traces a model once; arrays and floats among the arguments are traced, everything else is static.
 
     Args:
@@ -89,6 +91,7 @@ def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         args: its arguments.
         kwargs: its named arguments.
         given: what its interpretation is given besides (values of latents, a key).
+        part: whether the model is a part of one that is being traced, so that mesh axes around it are the model's own.
 
     Raises:
         PPLError: the model is not callable, or a static argument cannot be hashed.
@@ -119,7 +122,7 @@ def trace_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     arrays = tuple(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d)
     around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given))))
-    with mesh.ambient_axes(tuple(sorted(around))) if around else contextlib.nullcontext():
+    with mesh.ambient_axes(tuple(sorted(around))) if around and not part else contextlib.nullcontext():
         traced, arrays = lift_constants(tracing.trace(run, *arrays), arrays)
     return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
 

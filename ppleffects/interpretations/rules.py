@@ -271,7 +271,16 @@ def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> 
         *arrays, x = args
         return fn(protocol.bijector(site.distribution(arrays)), x)
 
-    return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
+    try:
+        return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
+    except NotImplementedError as error:
+        raise DistributionError(
+            "no map from the reals onto the support of this latent is known",
+            site=site.name,
+            source=site.source,
+            found=type(site.distribution(operands.arrays)).__name__,
+            fix="write it in other coordinates (ppl.reparam), or give the site a value (ppl.condition)",
+        ) from error
 
 
 def _site_axes(site: SiteParams, operands: list[Any], ctx: Context) -> frozenset[str]:

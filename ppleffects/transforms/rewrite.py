@@ -54,7 +54,7 @@ def rewrite(
 
     @functools.wraps(model)
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        traced = trace_model(model, args, kwargs)
+        traced = trace_model(model, args, kwargs, part=True)
         program = traced.program
         ctx = Context(Inputs(dict(inputs(program))), None, None, Totals({}), Shared(shared))
         outs, _ = interpreter.run(program.jaxpr, traced.consts, ctx, *traced.args)
