@@ -66,6 +66,8 @@ class Structure:
         dynamic: for each leaf, whether it is an array.
         names: for each array, what the distribution calls it; for messages.
         hidden: how many more arrays the distribution keeps among what its pytree calls static.
+        own: for a class of the user's own, an object that equals no other: its methods may read what can change, so
+            that no program is taken for another one's.
     """
 
     tree: Any
@@ -73,6 +75,7 @@ class Structure:
     dynamic: tuple[bool, ...]
     names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     hidden: int = 0
+    own: object = None
 
     @property
     def num_arrays(self) -> int:
@@ -172,7 +175,17 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
             f"a leaf of the distribution is neither an array nor hashable: {error}", site=site, source=source
         ) from None
     arrays = [*(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d), *hidden]
-    return arrays, Structure(tree, static, dynamic, tuple(_leaf_names(distribution, arrays)), len(hidden))
+    names = tuple(_leaf_names(distribution, arrays))
+    own = None if _is_of_a_library(distribution) else object()
+    return arrays, Structure(tree, static, dynamic, names, len(hidden), own)
+
+
+def _is_of_a_library(distribution: Any) -> bool:
+    """Whether the class of a distribution, and those of the distributions it wraps, are NumPyro's or TFP's own."""
+    if not type(distribution).__module__.startswith(("numpyro.", "tensorflow_probability.")):
+        return False
+    inner = [v for v in getattr(distribution, "__dict__", {}).values() if isinstance(v, dist.Distribution)]
+    return all(map(_is_of_a_library, inner))
 
 
 def _leaf_names(distribution: Any, arrays: list[Any]) -> list[str]:
