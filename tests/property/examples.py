@@ -19,9 +19,6 @@ EXAMPLES = {
             ),
         )
     ),
-}
-
-FAILING = {
     "a shared site, scaled on the shards": Program(
         (Shard("shard1", (Scale("scale1", (Sample("s1", arg="data", spec=()),)),)),)
     ),
@@ -35,5 +32,25 @@ FAILING = {
         ),
         explicit=True,
         ambient=True,
+    ),
+}
+
+FAILING = {
+    "branches of one name in lanes, over constants": Program(
+        (
+            Vmap(
+                "vmap1",
+                (
+                    Cond(
+                        "cond1",
+                        (
+                            (Observe("o1", dist="mvn"),),
+                            (Sample("s1", dist="vector"),),
+                            (Sample("s1", dist="vector"), Sample("s2", arg="x", batch=(1, 2), mask="k")),
+                        ),
+                    ),
+                ),
+            ),
+        )
     ),
 }

@@ -15,10 +15,8 @@ NOWHERE: Axes = frozenset()
 MAX_DEPTH = 4
 MAX_VISITS = 12
 MAX_STATEMENTS = 7
-# Left out, as it fails: a cond that differs from shard to shard, whose gradient waits for ever (in JAX alone, too);
-# transformations inside of shard_map with arguments that vary.
+# Left out, as its gradient waits for ever (in JAX alone, too): a cond that differs from shard to shard.
 VARYING_BRANCHES = False
-TRANSFORMS_ON_SHARDS = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Drawer:
     def program(self) -> ast.Program:
         start = Where(dict.fromkeys("cxk", NOWHERE), dict.fromkeys("cxk", NOWHERE))
         body, _ = self.body(start)
-        explicit, ambient = self.flag() and not _shards_in_branches(body), self.flag()
+        explicit, ambient = self.flag(), self.flag()
         return ast.Program(body, self.mesh, explicit, ambient)
 
     def flag(self) -> bool:
@@ -103,9 +101,7 @@ class Drawer:
     def statement(self, here: Where):
         kinds = ["sample", "observe", "factor", "deterministic"]
         if here.depth < MAX_DEPTH:
-            kinds += ["jit", "checkpoint", "vmap", "vmap", "scan", "scan", "cond"]
-            if not here.own or TRANSFORMS_ON_SHARDS:
-                kinds += ["scope", "scale", "mask", "given"]
+            kinds += ["jit", "checkpoint", "scope", "scale", "mask", "given", "vmap", "vmap", "scan", "scan", "cond"]
             if self.open_axes(here) and here.collectives:
                 kinds += ["shard"] * 4
             if not here.own:
@@ -318,19 +314,6 @@ class Drawer:
         )
         s, after = self.block(ast.Shard, "shard", here, inside, axes=axes, split=split)
         return s, here.with_c(after.varies["c"] - more, after.differs["c"] - more)
-
-
-def _shards_in_branches(body, inside=False) -> bool:
-    """Left out on Explicit meshes, as it fails: what one branch records has a sharding, what others leave out none."""
-    for s in body:
-        if isinstance(s, ast.Cond):
-            if any(_shards_in_branches(b, True) for b in s.branches):
-                return True
-        elif isinstance(s, ast.Block) and (
-            (inside and isinstance(s, ast.Shard)) or _shards_in_branches(s.body, inside)
-        ):
-            return True
-    return False
 
 
 def _of(support):

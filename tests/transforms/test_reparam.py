@@ -215,14 +215,7 @@ def test_lanes_with_their_own_branches():
         np.testing.assert_array_equal(jnp.isnan(trace.values["x"]), [False, True, False])
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.xfail(reason="spec=P() sites are typed as varying there")),
-    ],
-    ids=["around", "inside"],
-)
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("mesh", ["mesh_data", "mesh_data_explicit"])
 def test_shard_map(mesh, inside, request):
     """Sites that vary, a shared one, scalars on the shards: they lie on the mesh as before."""
