@@ -10,6 +10,7 @@ from ppleffects.effects.cast import run_varying as run_varying
 from ppleffects.effects.context import Crossing as Crossing
 from ppleffects.effects.context import Frame as Frame
 from ppleffects.effects.context import Part as Part
+from ppleffects.effects.context import Shared as Shared
 from ppleffects.effects.context import State as State
 from ppleffects.effects.handlers import default_checkpoint_handler as default_checkpoint_handler
 from ppleffects.effects.handlers import default_cond_handler as default_cond_handler

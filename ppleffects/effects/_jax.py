@@ -239,7 +239,7 @@ _batch_while = batching.fancy_primitive_batchers[while_p]
 
 # A cond whose predicate differs between the lanes of a vmap and whose branches hold an effect. Operands: the branch of
 # each lane, then the operands of the branches; all have the lane's axis in front. A branch takes, before its operands,
-# whether each lane is in it.
+# whether each lane is in it. The last ``shared`` operands are the same for all lanes, and have no such axis.
 lane_cond_p = Primitive("lane_cond")
 
 
@@ -259,7 +259,7 @@ def batch_control_flow(activated: Callable[[Jaxpr], Callable[..., list[Any]]]) -
         args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
         flag = core.ShapedArray((), bool)
         flagged = [jax.make_jaxpr(activated(b))(flag, *b.in_avals) for b in branches]
-        outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in flagged))
+        outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in flagged), shared=0)
         return outs, [0] * len(outs)
 
     def loop(axis_data, args, dims, *, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
@@ -298,9 +298,9 @@ def _batched(axis_data: Any, jaxpr: Jaxpr) -> Jaxpr:
     return batching.batch_jaxpr(jaxpr, axis_data, [True] * n, [True] * m)[0]
 
 
-def _batch_lane_cond(axis_data, args, dims, *, branches):
+def _batch_lane_cond(axis_data, args, dims, *, branches, shared):
     args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
-    outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in branches))
+    outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in branches), shared=shared)
     return outs, [0] * len(outs)
 
 
@@ -309,7 +309,7 @@ def _refuse_lane_cond(*_, branches, **__):
 
 
 lane_cond_p.multiple_results = True
-lane_cond_p.def_effectful_abstract_eval(lambda *_, branches: (branches[0].out_avals, {interpreted_effect}))
+lane_cond_p.def_effectful_abstract_eval(lambda *_, branches, **__: (branches[0].out_avals, {interpreted_effect}))
 lane_cond_p.def_impl(_refuse_lane_cond)
 mlir.register_lowering(lane_cond_p, _refuse_lane_cond)
 batching.fancy_primitive_batchers[lane_cond_p] = _batch_lane_cond

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any
 
-import jax
 from jax import Array
 
 from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn
-from ppleffects.effects.context import Crossing, Frame, Part
+from ppleffects.effects.context import Shared
 from ppleffects.effects.handlers import default_dispatcher, rebind_lane_cond
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 from ppleffects.effects.primitive import ACTIVATE
 from ppleffects.errors import UnsupportedPrimitiveError
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Activity(Part):
-    """Whether effects happen here; the same at every step and in every branch inside."""
-
-    flag: Array
-
-    @override
-    def enter(self, frame: Frame) -> Crossing:
-        return Crossing(shared=self.flag)
-
-    @override
-    def inside(self, frame: Frame, crossing: Crossing) -> Part:
-        return Activity(crossing.shared)
-
-    @override
-    def leave(self, frame: Frame) -> tuple[Any, Any]:
-        return (), ()
-
-    @override
-    def rejoin(self, frame: Frame, carried: Any, emitted: Any) -> Part:
-        return self
-
-    @override
-    def select(self, frame: Frame, emitted: Any) -> Any:
-        return ()
-
-
-def _rebind(
-    interpreter: Interpreter[Activity], ctx: Activity, eqn: JaxprEqn, invals: list[Any]
-) -> HandlerResult[Activity]:
+def _rebind(interpreter: Interpreter[Shared], ctx: Shared, eqn: JaxprEqn, invals: list[Any]) -> HandlerResult[Shared]:
     activate = ACTIVATE[eqn.primitive]
     if activate is None:
         raise UnsupportedPrimitiveError(
@@ -57,7 +25,7 @@ def _rebind(
             source=eqn.params.get("source"),
             fix="give the effect primitive an activate= rule, or use lax.map over the lanes instead of vmap",
         )
-    operands, params = activate(ctx.flag, invals, **eqn.params)
+    operands, params = activate(ctx.value, invals, **eqn.params)
     return HandlerResult(ctx, eqn.primitive.bind(*operands, **params))
 
 
@@ -67,7 +35,7 @@ def activated(body: Jaxpr) -> Callable[..., list[Any]]:
     interpreter = Interpreter(default_dispatcher().extended(handlers), "vmap")
 
     def run(flag: Array, *args: Any) -> list[Any]:
-        return interpreter(body, Activity(flag), *args)[0]
+        return interpreter(body, Shared(flag), *args)[0]
 
     return run
 

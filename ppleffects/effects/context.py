@@ -118,6 +118,30 @@ class State(Part):
         return State(carried)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared(Part):
+    """A value that is the same at every step and in every branch."""
+
+    value: Any
+
+    @override
+    def enter(self, frame):
+        return Crossing(shared=self.value)
+
+    @override
+    def inside(self, frame, crossing):
+        return Shared(crossing.shared)
+
+    @override
+    def leave(self, frame):
+        return (), ()
+
+    @override
+    def rejoin(self, frame, carried, emitted):
+        return self
+
+
 def _is_part(node: Any) -> bool:
     return isinstance(node, Part)
 

@@ -179,7 +179,8 @@ def default_lane_cond_handler[Context](
         crossings = [part.enter(frame) for part in parts]
         before = join(_entered(frame, parts, crossings, [c.carried for c in crossings], [() for _ in parts]))
         taken = index == number
-        safe = [mesh.where_lane(taken, x, jax.lax.stop_gradient(x)) for x in operands]
+        own = len(operands) - eqn.params["shared"]
+        safe = [mesh.where_lane(taken, x, jax.lax.stop_gradient(x)) for x in operands[:own]] + operands[own:]
         results, after = interpreter(body, before, taken, *safe)
         left = [part.leave(frame) for part in parts_like(after, before, frame)]
         _unchanged(frame, [c.carried for c in crossings], [c for c, _ in left])
@@ -209,7 +210,8 @@ def rebind_lane_cond[Context](
         return tracing.closed(run, index == 0, *operands, *leaves)
 
     branches = tuple(map(rewritten, eqn.params["branches"]))
-    return HandlerResult(ctx, _jax.lane_cond_p.bind(index, *operands, *leaves, branches=branches))
+    shared = eqn.params["shared"] + len(leaves)
+    return HandlerResult(ctx, _jax.lane_cond_p.bind(index, *operands, *leaves, branches=branches, shared=shared))
 
 
 def _unchanged(frame: Frame, before: Any, after: Any) -> None:

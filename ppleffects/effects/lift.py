@@ -10,7 +10,8 @@ import jax
 
 from ppleffects.effects import _jax, tracing
 from ppleffects.effects._jax import Jaxpr
-from ppleffects.effects.handlers import default_dispatcher
+from ppleffects.effects.context import Shared
+from ppleffects.effects.handlers import default_dispatcher, rebind_lane_cond
 from ppleffects.effects.interpreter import HandlerResult, Interpreter
 
 
@@ -22,12 +23,12 @@ def _inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lifting(Interpreter[Any]):
-    lifted: dict[int, Any] = dataclasses.field(default_factory=dict)
+class _Lifting(Interpreter[Shared]):
+    """Its context holds, by the identity of a constant, the argument that takes its place."""
 
     @override
     def run(self, jaxpr, consts, ctx, *args):
-        return super().run(jaxpr, [self.lifted.get(id(c), c) for c in consts], ctx, *args)
+        return super().run(jaxpr, [ctx.value.get(id(c), c) for c in consts], ctx, *args)
 
     @override
     def _apply(self, ctx, eqn, invals):
@@ -54,8 +55,9 @@ def lift_constants(traced: tracing.Traced, args: tuple[Any, ...]) -> tuple[traci
         return traced, args
 
     def run(arrays, consts, args):
-        lifting = _Lifting(default_dispatcher(), lifted=dict(zip(ids, arrays, strict=True)))
-        outs, _ = lifting.run(traced.jaxpr, consts, (), *args)
+        handlers = default_dispatcher().extended({_jax.lane_cond_p: rebind_lane_cond})
+        ctx = Shared(dict(zip(ids, arrays, strict=True)))
+        outs, _ = _Lifting(handlers).run(traced.jaxpr, consts, ctx, *args)
         return jax.tree.unflatten(traced.out_tree, outs)
 
     ids = [id(c) for c in arrays]

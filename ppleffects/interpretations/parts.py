@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.effects import Crossing, Part, _jax, mesh
+from ppleffects.effects import Crossing, Part, Shared, _jax, mesh
 from ppleffects.errors import ShapeError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import occurrences
 
@@ -42,30 +42,6 @@ class Inputs(Part):
     @override
     def inside(self, frame, crossing):
         return Inputs(crossing.sliced if frame.kind == "scan" else crossing.shared)
-
-    @override
-    def leave(self, frame):
-        return (), ()
-
-    @override
-    def rejoin(self, frame, carried, emitted):
-        return self
-
-
-@_register
-@dataclasses.dataclass(frozen=True)
-class Shared(Part):
-    """A value that is the same everywhere."""
-
-    value: Any
-
-    @override
-    def enter(self, frame):
-        return Crossing(shared=self.value)
-
-    @override
-    def inside(self, frame, crossing):
-        return Shared(crossing.shared)
 
     @override
     def leave(self, frame):

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from ppleffects.effects import HandlerResult, Interpreter, _jax, default_dispatcher, mesh, rebind_lane_cond
+from ppleffects.effects import HandlerResult, Interpreter, Shared, _jax, default_dispatcher, mesh, rebind_lane_cond
 from ppleffects.effects._jax import Primitive
 from ppleffects.errors import ValuesError
-from ppleffects.interpretations.parts import Context, Inputs, Shared, Totals
+from ppleffects.interpretations.parts import Context, Inputs, Totals
 from ppleffects.interpretations.program import Program, trace_model
 from ppleffects.interpretations.shards import shard_map_rule
 from ppleffects.language import SiteParams, deterministic_p, factor_p, observe_p, sample_p
