@@ -121,7 +121,7 @@ def trace_model(
         return model(*args, **kwargs)
 
     arrays = tuple(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d)
-    around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given))))
+    around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given)) if isinstance(x, jax.Array)))
     with mesh.ambient_axes(tuple(sorted(around))) if around and not part else contextlib.nullcontext():
         traced, arrays = lift_constants(tracing.trace(run, *arrays), arrays)
     return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
