@@ -78,7 +78,7 @@ def _interrupted(run):
 
 @interrupted.on("ppleffects")
 def _():
-    settings = {"num_warmup": 200, "num_samples": LONG["ppleffects"], "num_chains": 1}
+    settings: dict[str, Any] = {"num_warmup": 200, "num_samples": LONG["ppleffects"], "num_chains": 1}
     tree = _interrupted(lambda: ppl.mcmc(_ppl_model, progress=False, **settings)(0, Y))
     return tree["posterior"].sizes["draw"] > 0 and not tree.attrs["complete"]
 
