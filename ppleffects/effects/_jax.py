@@ -436,6 +436,17 @@ def equation_line(eqn: JaxprEqn) -> str:
     return _line(eqn.source_info.traceback)
 
 
+def raised_line(error: BaseException) -> str:
+    """``file.py:line`` of the innermost of the user's frames that an error went through."""
+    line, step = "an unknown line", error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if source_info_util.is_user_filename(name):
+            line = f"{os.path.basename(name)}:{step.tb_lineno}"
+        step = step.tb_next
+    return line
+
+
 def _line(traceback: Any) -> str:
     frame = source_info_util.user_frame(traceback)
     return "an unknown line" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line}"

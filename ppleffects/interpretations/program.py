@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from ppleffects.effects import _jax, lift_constants, mesh, structure_of, tracing
-from ppleffects.errors import PPLError
+from ppleffects.errors import MeshError, PPLError
 from ppleffects.interpretations.check import check_sites
 from ppleffects.interpretations.layout import Occurrence, occurrences
 
@@ -122,9 +122,28 @@ def trace_model(
 
     arrays = tuple(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d)
     around = frozenset().union(*(_jax.varying(x) for x in jax.tree.leaves((arrays, given)) if isinstance(x, jax.Array)))
-    with mesh.ambient_axes(tuple(sorted(around))) if around and not part else contextlib.nullcontext():
+    context = mesh.ambient_axes(tuple(sorted(around))) if around and not part else contextlib.nullcontext()
+    with context, _told_of_rows(label):
         traced, arrays = lift_constants(tracing.trace(run, *arrays), arrays)
     return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
+
+
+@contextlib.contextmanager
+def _told_of_rows(label: str) -> Iterator[None]:
+    """Says what to do where JAX says that rows do not divide."""
+    try:
+        yield
+    except ValueError as error:
+        found = next((line for line in str(error).splitlines() if "does not evenly divide" in line), None)
+        if found is None or isinstance(error, PPLError):
+            raise
+        raise MeshError(
+            f"the rows of an array that '{label}' gives to shard_map do not divide over the mesh axis",
+            source=_jax.raised_line(error),
+            expected="a number of rows that the size of the mesh axis divides",
+            found=found.strip().removeprefix("* "),
+            fix="append rows up to the next multiple, and leave them out by mask= in ppl.observe",
+        ) from error
 
 
 def _is_dynamic(leaf: Any) -> bool:
