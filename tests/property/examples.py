@@ -33,9 +33,6 @@ EXAMPLES = {
         explicit=True,
         ambient=True,
     ),
-}
-
-FAILING = {
     "branches of one name in lanes, over constants": Program(
         (
             Vmap(
