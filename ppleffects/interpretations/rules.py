@@ -166,7 +166,26 @@ def _sample(reading, interpreter, ctx: Context, eqn, invals) -> HandlerResult[Co
     term = jnp.sum(log_prob)
     if log_det is not None:
         term = term + jnp.sum(operands.where_reached(log_det, 0.0))
-    return HandlerResult(_count(ctx, site, term, axes), [value])
+    return HandlerResult(_count(ctx, site, term, axes), [_harmless(operands, value)])
+
+
+def _harmless(operands: _Operands, value: Array) -> Array:
+    """The value as the branch sees it: in lanes that are not in the branch, a point of the support.
+
+    What the branch computes there is dropped, but a NaN among the given values would spoil gradients on its way.
+    """
+    site = operands.site
+    reached = operands.reached(value.shape)
+    if reached is None:
+        return value
+    lanes = [Lane(lane.name, lane.size, lane.mapped[: len(operands.arrays)]) for lane in site.lanes]
+
+    def one(*args):
+        *arrays, x = args
+        return protocol.feasible(site.distribution(arrays), x)
+
+    safe = over_lanes(one, lanes, extra=1)(*operands.arrays, value)
+    return jnp.where(reached, value, jax.lax.stop_gradient(safe))
 
 
 def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
