@@ -51,3 +51,10 @@ EXAMPLES = {
         )
     ),
 }
+
+_PIECE = Sample("s1", arg="data", batch=(2, 1), spec=("data",), at=1, dist="tfp_diagonal", mix=False)
+FAILING = {
+    "one TFP distribution in both branches on shards": Program(
+        (Shard("shard1", (Cond("cond1", ((_PIECE,), (_PIECE,)), pred="flag"),), split=()),)
+    ),
+}

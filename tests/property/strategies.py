@@ -234,7 +234,8 @@ class Drawer:
     def given(self, here):
         s, after = self.block(ast.Given, "given", here)
         kind = self.pick(["condition", "do"])
-        kinds = ["sample"] if kind == "condition" else ["sample", "observe"]
+        # On shards an observation lies as its parameters do; one that is set lies as its value does.
+        kinds = ["sample"] if kind == "condition" or here.own else ["sample", "observe"]
         families = _families(s.body)
         options = {
             name: (name, families[name.split("/")[-1]], info.shape)
