@@ -7,6 +7,7 @@ from typing import Any
 
 from ppleffects.effects import _jax
 from ppleffects.effects._jax import Lane, Primitive
+from ppleffects.effects.interpreter import first_effect
 from ppleffects.errors import UnhandledEffectError, UnsupportedPrimitiveError
 
 __all__ = ["Lane", "effect_primitive"]
@@ -74,9 +75,14 @@ def effect_primitive(
     return primitive
 
 
+def _first_site(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the first effect equation in the bodies of an equation."""
+    found = (first_effect(body) for body in _jax.jaxprs_in(params))
+    return next((eqn.params for eqn in found if eqn is not None), {})
+
+
 def _batching_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
-    site = next((e for body in _jax.jaxprs_in(params) for e in _effect_equations(body)), None)
-    params = {} if site is None else site.params
+    params = _first_site(params)
     return UnsupportedPrimitiveError(
         f"'{primitive}', a function with its own rule for vmap, holds an effect of which the rule knows nothing",
         site=params.get("name"),
@@ -87,24 +93,13 @@ def _batching_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
 
 def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
     """The error for an effect that is differentiated before it is interpreted: it would be lost, or counted twice."""
-    bodies = _jax.jaxprs_in(params)
-    site = next((e for body in bodies for e in _effect_equations(body)), None)
-    params = params if site is None else site.params
+    params = _first_site(params) or params
     return UnsupportedPrimitiveError(
         f"an effect in '{primitive}' is differentiated inside of the model (grad, jvp, linearize, hessian ...)",
         site=params.get("name"),
         source=params.get("source"),
         fix="take the site out of the differentiated function and pass its value in",
     )
-
-
-def _effect_equations(jaxpr: _jax.Jaxpr):
-    for eqn in jaxpr.eqns:
-        inner = _jax.bodies(eqn)
-        if not inner and _jax.interpreted_effect in eqn.effects:
-            yield eqn
-        for body in inner:
-            yield from _effect_equations(body)
 
 
 _jax.refuse_derivatives(_derivative_error)

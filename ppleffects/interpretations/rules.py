@@ -174,17 +174,10 @@ def _harmless(operands: _Operands, value: Array) -> Array:
 
     What the branch computes there is dropped, but a NaN among the given values would spoil gradients on its way.
     """
-    site = operands.site
     reached = operands.reached(value.shape)
     if reached is None:
         return value
-    lanes = [Lane(lane.name, lane.size, lane.mapped[: len(operands.arrays)]) for lane in site.lanes]
-
-    def one(*args):
-        *arrays, x = args
-        return protocol.feasible(site.distribution(arrays), x)
-
-    safe = over_lanes(one, lanes, extra=1)(*operands.arrays, value)
+    safe = _in_lanes(operands, protocol.feasible, value)
     return jnp.where(reached, value, jax.lax.stop_gradient(safe))
 
 
@@ -282,16 +275,22 @@ def _density(structure: Structure, event_dim: int, lanes: tuple[Lane, ...], insi
     return jax.jit(over_lanes(one, lanes), inline=True)
 
 
-def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:
+def _in_lanes(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:
+    """``fn`` of the distribution and the entry of ``x`` of each lane; ``x`` has all lanes."""
     site = operands.site
     lanes = [Lane(lane.name, lane.size, lane.mapped[: len(operands.arrays)]) for lane in site.lanes]
 
     def one(*args):
         *arrays, x = args
-        return fn(protocol.bijector(site.distribution(arrays)), x)
+        return fn(site.distribution(arrays), x)
 
+    return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
+
+
+def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:
+    site = operands.site
     try:
-        return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
+        return _in_lanes(operands, lambda dist, x: fn(protocol.bijector(dist), x), x)
     except NotImplementedError as error:
         raise DistributionError(
             "no map from the reals onto the support of this latent is known",
