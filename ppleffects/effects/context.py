@@ -75,6 +75,8 @@ class Part:
         raise ContextStructureError(
             f"{type(self).__name__} does not say what becomes of it where each lane of a vmap takes its own branch",
             source=equation_line(frame.eqn),
+            expected="select= on the Part",
+            found="a Part without it",
             fix="define select= on the Part, or use lax.map over the lanes instead of vmap",
         )
 
@@ -165,6 +167,7 @@ def parts_like(context: Any, before: Any, frame: Frame) -> list[Part]:
     if tree != tree_before:
         raise ContextStructureError(
             f"a handler changed the structure of the context inside '{frame.kind}'",
+            source=equation_line(frame.eqn),
             expected=f"{tree_before}",
             found=f"{tree}",
             fix="give the context all its entries before the loop or branch, or keep them in a Part that grows",

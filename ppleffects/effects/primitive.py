@@ -58,6 +58,8 @@ def effect_primitive(
             f"'{name}' ran outside of an interpretation, where it means nothing",
             site=params.get("name"),
             source=params.get("source"),
+            expected="an interpretation around the function that holds it",
+            found="a call of the function by itself",
             fix="pass the function that holds it to an interpretation (for a model: ppl.simulate(model)(key), "
             "ppl.log_density(model)(values) ...) instead of calling it",
         )
@@ -67,6 +69,8 @@ def effect_primitive(
             f"'{name}' stands in a vmap with spmd_axis_name=, which lays its lanes on a mesh axis",
             site=params.get("name"),
             source=params.get("source"),
+            expected="a vmap whose lanes lie on no mesh axis",
+            found="spmd_axis_name=",
             fix="leave spmd_axis_name= out, or map over the mesh axis by jax.shard_map",
         )
 
@@ -87,6 +91,8 @@ def _batching_error(primitive: Primitive, params: dict[str, Any]) -> Exception:
         f"'{primitive}', a function with its own rule for vmap, holds an effect of which the rule knows nothing",
         site=params.get("name"),
         source=params.get("source"),
+        expected="a function without effects",
+        found=f"an effect in '{primitive}'",
         fix="take the site out of the function and pass its value in",
     )
 
@@ -98,6 +104,8 @@ def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception
         f"an effect in '{primitive}' is differentiated inside of the model (grad, jvp, linearize, hessian ...)",
         site=params.get("name"),
         source=params.get("source"),
+        expected="a differentiated function without effects",
+        found=f"a derivative through '{primitive}'",
         fix="take the site out of the differentiated function and pass its value in",
     )
 

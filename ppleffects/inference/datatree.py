@@ -66,6 +66,7 @@ def check_coords(sites: Mapping[str, Any], coords: Mapping[str, Any] | None) -> 
                 f"coords= for the dimension '{dim}' have the wrong length",
                 expected=f"{lengths[dim]} values",
                 found=f"{len(values)}",
+                fix="give one value for each entry along the dimension",
             )
 
 

@@ -64,7 +64,9 @@ class HMC(Hamiltonian[HMCInfo]):
         if not self.trajectory_length > 0 or self.max_num_steps < 1:
             raise SettingsError(
                 "a trajectory needs a positive length and at least one step",
+                expected="trajectory_length > 0 and max_num_steps >= 1",
                 found=f"trajectory_length={self.trajectory_length}, max_num_steps={self.max_num_steps}",
+                fix="leave both out: the defaults are pi / 2 and 1024",
             )
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:

@@ -174,10 +174,18 @@ class Hamiltonian[I]:
     def __post_init__(self):
         if not 0 < self.target_accept < 1:
             raise SettingsError(
-                "target_accept is a probability", expected="0 < target_accept < 1", found=f"{self.target_accept}"
+                "target_accept is a probability",
+                expected="0 < target_accept < 1",
+                found=f"{self.target_accept}",
+                fix="leave it out: 0.8 is the default; nearer to 1 there are fewer divergences",
             )
         if not self.step_size > 0:
-            raise SettingsError("step_size must be positive", expected="step_size > 0", found=f"{self.step_size}")
+            raise SettingsError(
+                "step_size must be positive",
+                expected="step_size > 0",
+                found=f"{self.step_size}",
+                fix="leave it out: warm-up adapts it",
+            )
         if not isinstance(self.dense_mass, bool):
             blocks = tuple(tuple(block) for block in self.dense_mass)
             object.__setattr__(self, "dense_mass", blocks or False)
@@ -199,6 +207,7 @@ class Hamiltonian[I]:
                 "the model has no latent site, so there is nothing to sample",
                 expected="at least one ppl.sample",
                 found=f"sites {sorted(target.sites)}",
+                fix="write ppl.sample for what is unknown",
             )
         for name, site in latents.items():
             if site.is_discrete or not jnp.issubdtype(site.dtype, jnp.floating):
@@ -218,6 +227,7 @@ class Hamiltonian[I]:
                 "dense_mass must name latent sites, each in one block",
                 expected=f"names among {sorted(latents)}",
                 found=f"{self.dense_mass}",
+                fix="dense_mass=True for one block of all latents, or each name once",
             )
 
     def init(

@@ -61,7 +61,12 @@ class NUTS(Hamiltonian[NUTSInfo]):
     def __post_init__(self):
         super().__post_init__()
         if self.max_tree_depth < 1:
-            raise SettingsError("max_tree_depth must be at least 1", found=f"{self.max_tree_depth}")
+            raise SettingsError(
+                "max_tree_depth must be at least 1",
+                expected="max_tree_depth >= 1",
+                found=f"{self.max_tree_depth}",
+                fix="leave it out: 10 is the default",
+            )
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         tree = build_tree(

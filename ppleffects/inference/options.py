@@ -45,19 +45,31 @@ class Options:
             if name == "chunk_size" and value is None:
                 continue
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < floor:
-                raise SettingsError(f"{name} is out of its range", expected=f"an int >= {floor}", found=f"{value!r}")
+                raise SettingsError(
+                    f"{name} is out of its range",
+                    expected=f"an int >= {floor}",
+                    found=f"{value!r}",
+                    fix="give a number in this range, or leave it out",
+                )
         if self.num_samples < self.thinning:
             raise SettingsError(
                 "thinning leaves no draw",
                 expected="thinning <= num_samples",
                 found=f"thinning={self.thinning}, num_samples={self.num_samples}",
+                fix="ask for more samples: num_samples // thinning are kept",
             )
         unknown = [group for group in self.groups if group not in GROUPS]
         if unknown:
-            raise SettingsError("groups= names an unknown group", expected=f"among {GROUPS}", found=f"{unknown}")
+            raise SettingsError(
+                "groups= names an unknown group",
+                expected=f"among {GROUPS}",
+                found=f"{unknown}",
+                fix='give a sequence of names, as in groups=("warmup",)',
+            )
         if self.checkpoint is not None:
             raise NotAvailableError(
                 "checkpoint= is not there yet: this version cannot resume a run",
+                expected="checkpoint=None",
                 found=f"checkpoint={self.checkpoint!r}",
                 fix="leave checkpoint= out; Ctrl-C returns the draws so far",
             )
@@ -73,7 +85,10 @@ class Options:
         unknown = [name for name in keep if name not in available]
         if unknown:
             raise SettingsError(
-                "keep= names an unknown site", expected=f"among {sorted(available)}", found=f"{unknown}"
+                "keep= names an unknown site",
+                expected=f"among {sorted(available)}",
+                found=f"{unknown}",
+                fix="give a sequence of names of latents and deterministics",
             )
         observed = tuple(name for name, site in target.sites.items() if site.kind == "observe")
         pointwise = observed if "log_likelihood" in self.groups else ()
@@ -101,6 +116,7 @@ class Options:
                     f"init= names '{name}', which is no latent site",
                     expected=f"among {sorted(latents)}",
                     found=f"'{name}'",
+                    fix="leave it out: only latents start somewhere",
                 )
             site, array = latents[name], np.asarray(value)
             if array.shape == tuple(site.shape):
@@ -112,6 +128,7 @@ class Options:
                     source=site.source,
                     expected=f"{tuple(site.shape)} for all chains, or {(self.num_chains, *site.shape)} for each",
                     found=f"{array.shape}",
+                    fix="give the site's shape, or stack the starts of the chains along a new leading axis",
                 )
             given[name] = array[chains].astype(site.dtype)
         return given, set(given) == set(latents)

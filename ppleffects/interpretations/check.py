@@ -66,6 +66,7 @@ def _duplicate(a: Occurrence, b: Occurrence) -> DuplicateSiteError:
         site=a.site.name,
         source=lines[1],
         expected="each name once in a model (the branches of one cond may share a name)",
+        found=f"'{a.kind}' and '{b.kind}'",
         fix='give each its own name, as in ppl.scope(submodel, "a") and ppl.scope(submodel, "b"), '
         'or sample(f"x{i}", ...) in a Python loop; use jax.vmap or lax.scan for many sites of one name',
     )
@@ -85,6 +86,8 @@ def _check_loops(occurrence: Occurrence) -> None:
             f"a {occurrence.kind} site inside of a while loop has an unknown number of values",
             site=occurrence.site.name,
             source=occurrence.site.source,
+            expected="only 'observe' and 'factor' inside of a while loop",
+            found=f"'{occurrence.kind}'",
             fix="use lax.scan, or lax.fori_loop with a static number of steps, whose length is known",
         )
 

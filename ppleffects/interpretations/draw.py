@@ -35,6 +35,7 @@ def as_key(key: Any) -> Array:
         "this is not a random key",
         expected="jax.random.key(seed), one legacy uint32 key, or an int seed",
         found=f"{jnp.asarray(key).dtype}{list(jnp.shape(key))}" if hasattr(key, "dtype") else repr(key),
+        fix="pass one key, before the model's arguments; for many, jax.vmap over keys",
     )
 
 

@@ -151,7 +151,9 @@ class Occurrence:
                     f"spec= shards axis {index} of a site whose piece has {count} non-event axes",
                     site=self.site.name,
                     source=self.site.source,
+                    expected="mesh axes along non-event axes alone",
                     found=f"spec={self.site.spec}, piece of shape {self.site.full_shape}",
+                    fix='spec=P("axis"): the pieces join along the first non-event axis, or along a new one',
                 )
             joins.append((max(count, 1) - index, here))
         return Placement(tuple(joins), stacked=count == 0)
@@ -177,6 +179,7 @@ class Occurrence:
                     source=site.source,
                     expected=f"at most {len(sizes)} names, for non-event axes of shape {tuple(sizes)}",
                     found=f"dims={site.dims}",
+                    fix="name non-event axes alone, the last of them last",
                 )
             start = len(sizes) - len(site.dims)
             names[start:] = [d or n for d, n in zip(site.dims, names[start:], strict=True)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.effects import Crossing, Part, Shared, _jax, mesh
+from ppleffects.effects import Crossing, Frame, Part, Shared, _jax, mesh
 from ppleffects.errors import ShapeError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import occurrences
 
@@ -125,7 +125,7 @@ class Records(Part):
     @override
     def align(self, frame, emitted):
         names = sorted({name for branch in emitted for name in branch})
-        templates = {name: _common(name, [branch.get(name) for branch in emitted]) for name in names}
+        templates = {name: _common(frame, name, [branch.get(name) for branch in emitted]) for name in names}
 
         def complete(entries):
             return {name: _filled(entries.get(name), template) for name, template in templates.items()}
@@ -143,6 +143,9 @@ class Records(Part):
             raise UnsupportedPrimitiveError(
                 "a site inside of a while loop has an unknown number of values, which cannot be recorded",
                 site=name,
+                source=_source(frame, name),
+                expected="an interpretation that records nothing, or a loop of known length",
+                found="'while'",
                 fix="use ppl.log_density, which sums them, or lax.scan, whose length is known",
             )
         return total
@@ -152,7 +155,13 @@ class Records(Part):
         return Records({**self.entries, **emitted})
 
 
-def _common(name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]:
+def _source(frame: Frame, name: str) -> str | None:
+    """The line of a site that stands in the bodies of a frame's equation."""
+    found = (o.site for body in _jax.bodies(frame.eqn) for o in occurrences(body))
+    return next((site.source for site in found if site.name == name), None)
+
+
+def _common(frame: Frame, name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]:
     """The abstract record of a site that some branches write, and whether all write it."""
     present = [record for record in branches if record is not None]
     shapes = {(record.value.shape, record.value.dtype) for record in present}
@@ -160,8 +169,10 @@ def _common(name: str, branches: Sequence[Record | None]) -> tuple[Record, bool]
         raise ShapeError(
             "the branches of a cond give this site different shapes or dtypes",
             site=name,
+            source=_source(frame, name),
             expected="one shape and dtype in all branches",
             found=", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(shapes, key=str)),
+            fix="give the site one shape in all branches, or another name in each",
         )
     always = len(present) == len(branches) and all(record.active is None for record in present)
     return present[0], always

@@ -111,6 +111,7 @@ def trace_model(
         if not d and not isinstance(leaf, Hashable):
             raise PPLError(
                 f"an argument of '{label}' is neither an array nor hashable",
+                expected="an array, a number, a pytree of them, or a hashable object",
                 found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
                 fix="register its class as a pytree, or convert it to arrays",
             )

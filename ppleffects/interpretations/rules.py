@@ -184,7 +184,14 @@ def _harmless(operands: _Operands, value: Array) -> Array:
 def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
     site = operands.site
     if ctx.draws is None:
-        raise PPLError("no value and no key", site=site.name, source=site.source)
+        raise PPLError(
+            "no value is given for this latent",
+            site=site.name,
+            source=site.source,
+            expected="a position with an entry for every latent",
+            found=f"none for '{site.name}'",
+            fix="Target.init(key) draws a position, Target.unconstrain(values) makes one from values",
+        )
     try:
         return draw(ctx.draws, site, operands.arrays, axes)
     except NotImplementedError as error:
@@ -192,6 +199,7 @@ def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
             "the distribution cannot be drawn from",
             site=site.name,
             source=site.source,
+            expected="a distribution whose sample() is implemented",
             found=type(site.distribution(operands.arrays)).__name__,
             fix="give the site a value (ppl.evaluate, ppl.condition), or use a distribution with a sampler",
         ) from error
@@ -296,6 +304,7 @@ def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> 
             "no map from the reals onto the support of this latent is known",
             site=site.name,
             source=site.source,
+            expected="a support that numpyro.distributions.biject_to knows",
             found=type(site.distribution(operands.arrays)).__name__,
             fix="write it in other coordinates (ppl.reparam), or give the site a value (ppl.condition)",
         ) from error

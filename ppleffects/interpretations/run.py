@@ -108,6 +108,7 @@ def _unknown(program: Program, name: str) -> ValuesError:
             site=name,
             source=found.site.source,
             expected="values of latents, and of nothing else",
+            found=f"a value for '{name}'",
             fix=fixes[found.kind],
         )
     latents = list(program.named("sample"))
@@ -116,6 +117,7 @@ def _unknown(program: Program, name: str) -> ValuesError:
         f"the model '{program.label}' has no latent of this name",
         site=name,
         expected=f"one of {latents}" if latents else "no values, since the model has no latents",
+        found=f"a value for '{name}'",
         fix=f"did you mean '{close[0]}'?" if close else "leave it out",
     )
 
@@ -131,6 +133,7 @@ def _checked(occurrence: Any, value: Any) -> Array:
                 source=site.source,
                 expected=f"an array of dtype {occurrence.dtype}",
                 found=f"{value.dtype}",
+                fix="give one array for each latent",
             )
     shape, _ = occurrence.layout()
     if jnp.shape(value) != shape:

@@ -172,7 +172,12 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
         hash((static, tree))
     except TypeError as error:
         raise DistributionError(
-            f"a leaf of the distribution is neither an array nor hashable: {error}", site=site, source=source
+            "a leaf of the distribution is neither an array nor hashable",
+            site=site,
+            source=source,
+            expected="parameters that are arrays, and anything else hashable",
+            found=f"{error}",
+            fix="give an array, or a tuple instead of a list",
         ) from None
     arrays = [*(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d), *hidden]
     names = tuple(_leaf_names(distribution, arrays))

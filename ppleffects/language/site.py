@@ -127,7 +127,13 @@ def new_site(name: str, *, spec: PartitionSpec | None, dims: Sequence[str | None
     """
     source = _jax.current_line()
     if not isinstance(name, str) or not name:
-        raise PPLError("a site needs a name", source=source, expected="a string that is not empty", found=repr(name))
+        raise PPLError(
+            "a site needs a name",
+            source=source,
+            expected="a string that is not empty",
+            found=repr(name),
+            fix='the name comes first, as in ppl.sample("x", distribution)',
+        )
     _check_spec(name, source, spec)
     if dims is not None:
         dims = (dims,) if isinstance(dims, str) else tuple(dims)
@@ -145,6 +151,7 @@ def _check_spec(name: str, source: str, spec: PartitionSpec | None) -> None:
             expected='spec=P() for one shared site, spec=P("data") for a site whose pieces live on the shards, '
             "with P = jax.sharding.PartitionSpec",
             found=repr(spec),
+            fix="from jax.sharding import PartitionSpec as P",
         )
     manual = _jax.manual_axes()
     unknown = sorted(_jax.spec_axes(spec) - manual)

@@ -57,6 +57,8 @@ def reparam(model: Model, strategies: Mapping[str, Any]) -> Model:
                 "a site that is masked or scaled cannot be reparametrised",
                 site=site.name,
                 source=site.source,
+                expected="a site that counts as it is",
+                found=" and ".join(word for word in ("masked", "scaled") if getattr(site, word)),
                 fix="apply ppl.mask or ppl.scale to the reparametrised model",
             )
         return [_in_lanes(site, strategies[site.name], eqn.params["dtype"], operands)]
@@ -120,6 +122,8 @@ class _Forward(Messenger):
                 f"the strategy of this site needs numpyro.{kind}, which a model does not have",
                 site=self.site.name,
                 source=self.site.source,
+                expected="a strategy that calls numpyro.sample and numpyro.deterministic alone",
+                found=f"numpyro.{kind}('{name}')",
                 fix="give it a fixed value, as in LocScaleReparam(centered=0.0), or learn it as a latent of the model",
             )
 

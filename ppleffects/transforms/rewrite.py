@@ -88,5 +88,6 @@ def check_names(program: Program, names: Sequence[str], kinds: Sequence[str], wh
                 f"{what} names a site that the model '{program.label}' does not have",
                 site=name,
                 expected=f"one of {list(known)}",
+                found=f"'{name}'",
                 fix=f"did you mean '{close[0]}'?" if close else "leave it out",
             )

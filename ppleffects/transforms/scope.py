@@ -26,7 +26,12 @@ def scope(model: Model, prefix: str) -> Model:
         ['a/x', 'b/x']
     """
     if not isinstance(prefix, str) or not prefix:
-        raise PPLError("a scope needs a name", expected="a string that is not empty", found=repr(prefix))
+        raise PPLError(
+            "a scope needs a name",
+            expected="a string that is not empty",
+            found=repr(prefix),
+            fix='the model comes first, as in ppl.scope(submodel, "a")',
+        )
 
     def rule(ctx, eqn, operands):
         site = eqn.params["site"].replace(name=f"{prefix}/{eqn.params['name']}")
