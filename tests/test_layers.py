@@ -15,6 +15,7 @@ SHARED = ["errors"]  # open to every layer, and importing none
 INTERNALS = ["jax._src", "jax.interpreters", "jaxlib"]
 INTERNALS_IN = "effects/_jax.py"
 MAX_FILE, MAX_FUNCTION = 600, 80  # lines
+MAX_INTERNALS = 700  # it must be one file
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,9 @@ def test_no_assert_reaches_a_user(module):
 
 
 def test_sizes(module):
-    assert module.lines <= MAX_FILE, "more than one idea in this file?"
+    assert module.lines <= (MAX_INTERNALS if module.path.match(INTERNALS_IN) else MAX_FILE), (
+        "more than one idea in this file?"
+    )
     assert long_functions(module) == []
 
 

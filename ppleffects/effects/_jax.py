@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import Array
 from jax._src import config, core, effects, source_info_util
+from jax._src import linear_util as lu
 from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -23,6 +24,7 @@ from jax._src.lax.control_flow.loops import scan_p, while_p
 from jax._src.named_sharding import UNSPECIFIED
 from jax._src.pjit import jit_p
 from jax._src.shard_map import shard_map_p
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, remat_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -411,6 +413,62 @@ def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
     bind_params = eqn.primitive.get_bind_params(params)
     outs = eqn.primitive.bind(*invals, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def has_own_rule(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a function with its own derivative rule."""
+    return eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
+
+
+def bind_rules(eqn: JaxprEqn, invals: Sequence[Any], run: Callable[..., list[Any]]) -> list[Any]:
+    """Binds a function with its own derivative rule where the types inside of it do not hold.
+
+    Args:
+        eqn: a custom_jvp or custom_vjp.
+        invals: new operands.
+        run: ``(jaxpr, consts, *args) -> results``, which evaluates the function, and its rule when JAX asks for it.
+    """
+    body, n, is_jvp = eqn.params["call_jaxpr"], eqn.params["num_consts"], eqn.primitive is custom_jvp_call_p
+    thunk = eqn.params["jvp_jaxpr_fun" if is_jvp else "fwd_jaxpr_thunk"]
+
+    def rule(*flags):  # JAX traces a rule when it is first asked for, with the types of the trace
+        with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+            return thunk.call_wrapped(*flags)
+
+    def fun(*args):
+        return run(body, body.consts, *args)
+
+    def jvp(*args):
+        primals, tangents = args[n : len(args) // 2], args[len(args) // 2 + n :]
+        jaxpr, consts, zeros = rule(*(type(t) is SymbolicZero for t in tangents))
+        outs = run(jaxpr, consts, *primals, *(t for t in tangents if type(t) is not SymbolicZero))
+        values, slopes = outs[: len(zeros)], iter(outs[len(zeros) :])
+        types = [jax.typeof(x).to_tangent_aval() for x in values]
+        return [*values, *(SymbolicZero(t) if zero else next(slopes) for t, zero in zip(types, zeros, strict=True))]
+
+    def fwd(*args):  # each operand is followed by whether it has a derivative
+        if any(args[1 : 2 * n : 2]):
+            raise ad.CustomVJPException()
+        jaxpr, consts = rule(*args[2 * n + 1 :: 2])
+        return run(jaxpr, consts, *args[2 * n :: 2])
+
+    shared = [tuple(sorted(varying(x) - varying(aval_of(v)))) for x, v in zip(invals, eqn.invars, strict=True)]
+
+    def bwd(*args):  # it has summed over the shards what was the same on all of them; the caller will again
+        found = old[2].call_wrapped(*args)
+        cts, *logs = found if isinstance(found, tuple) else (found,)  # jax 0.12 returns logs beside
+        cts = [x if type(x) is ad.Zero or not axes else _share(x, axes) for x, axes in zip(cts, shared, strict=True)]
+        return (cts, *logs) if logs else cts
+
+    params = eqn.primitive.get_bind_params(eqn.params)
+    old = params["subfuns"]
+    new = (fun, jvp) if is_jvp else (fun, fwd, bwd)
+    wrapped = tuple(lu.wrap_init(f, debug_info=o.debug_info) for f, o in zip(new, old, strict=True))
+    return list(eqn.primitive.bind(*invals, **{**params, "subfuns": wrapped}))
+
+
+def _share(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.pcast(x / jax.lax.axis_size(axes), axes, to="varying")
 
 
 @contextmanager

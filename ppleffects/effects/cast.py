@@ -7,39 +7,14 @@ every operand, literal and carry cast to the axes over which the result shall va
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any
 
 import jax
 
-from ppleffects.effects import _jax, mesh, tracing
+from ppleffects.effects import _jax, tracing
 from ppleffects.effects.handlers import default_dispatcher
-from ppleffects.effects.interpreter import HandlerResult, Interpreter
-
-
-@dataclasses.dataclass(frozen=True)
-class _Casting(Interpreter[Any]):
-    axes: frozenset[str] = frozenset()
-
-    def _cast(self, values: Any) -> list[Any]:
-        return [mesh.cast_varying(x, self.axes) for x in values]
-
-    @override
-    def run(self, jaxpr, consts, ctx, *args):
-        outs, ctx = super().run(jaxpr, consts, ctx, *args)
-        return self._cast(outs), ctx
-
-    @override
-    def _apply(self, ctx, eqn, invals):
-        invals = self._cast(invals)
-        inner = _jax.bodies(eqn)
-        handler = self.dispatcher.handler(eqn.primitive)
-        if not inner or handler is None:
-            return HandlerResult(ctx, self._cast(_jax.bind(eqn, invals)))
-        if eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p, _jax.jit_p):
-            return HandlerResult(ctx, self(inner[0], ctx, *invals)[0])
-        return handler(self, ctx, eqn, invals)
+from ppleffects.effects.interpreter import Interpreter
 
 
 def run_varying(fn: Callable[..., Any], axes: frozenset[str], *args: Any) -> Any:
@@ -56,5 +31,5 @@ def run_varying(fn: Callable[..., Any], axes: frozenset[str], *args: Any) -> Any
         return fn(*args)
     with _jax.no_mesh():
         traced = tracing.trace(lambda *xs: fn(*jax.tree.unflatten(tree, xs)), *map(_jax.without_axes, leaves))
-    outs, _ = _Casting(default_dispatcher(), axes=axes).run(traced.jaxpr, traced.consts, (), *leaves)
+    outs, _ = Interpreter(default_dispatcher(), varying=axes).run(traced.jaxpr, traced.consts, (), *leaves)
     return jax.tree.unflatten(traced.out_tree, outs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,8 @@ def default_while_handler[Context](
             "an effect stands in the predicate of 'while'",
             site=None if site is None else site.params.get("name"),
             source=_jax.equation_line(eqn) if site is None else site.params.get("source"),
+            expected="a predicate without effects",
+            found="none known" if site is None else f"'{site.primitive}'",
             fix="move it into the body",
         )
     decides = _jax.aval_of(loop.predicate.outvars[0])
@@ -128,11 +131,17 @@ def default_while_handler[Context](
 def default_cond_handler[Context](
     interpreter: Interpreter[Context], ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]
 ) -> HandlerResult[Context]:
-    """Every branch starts from the same context; what the taken one emits counts, in a structure common to all."""
+    """Every branch starts from the same context; what the taken one emits counts, in a structure common to all.
+
+    If the branch differs from shard to shard, everything inside varies as the predicate does: a cast inside of a branch
+    would become, in reverse mode, a sum over shards that not all of them reach.
+    """
     index, *operands = invals
     branches = eqn.params["branches"]
     parts, join = split(ctx)
     axes = _jax.varying(index)
+    interpreter = dataclasses.replace(interpreter, varying=interpreter.varying | axes)
+    operands = [mesh.cast_varying(x, axes) for x in operands]
     frames = [Frame("cond", eqn, body, axes=axes) for body in branches]
     crossings = [[part.enter(frame) for part in parts] for frame in frames]
 
@@ -220,6 +229,8 @@ def _unchanged(frame: Frame, before: Any, after: Any) -> None:
         raise ContextStructureError(
             "a handler changed the state of the context in a branch that only some lanes of a vmap take",
             source=_jax.equation_line(frame.eqn),
+            expected="the state that the branch was given",
+            found="another one",
             fix="use lax.map over the lanes instead of vmap, or keep the value in a Part that defines select=",
         )
 
@@ -240,10 +251,12 @@ def default_custom_jvp_handler[Context](
             f"an effect stands inside of a function with its own derivative rule ('{eqn.primitive}')",
             site=site.params.get("name"),
             source=site.params.get("source"),
+            expected="a function without effects",
+            found=f"'{site.primitive}'",
             fix="take the site out of the function and pass its value in",
         )
     _, ctx = interpreter(body, ctx, *invals)
-    return HandlerResult(ctx, _jax.bind(eqn, invals))
+    return HandlerResult(ctx, interpreter.bound(eqn, invals))
 
 
 def default_custom_vjp_handler[Context](
@@ -298,6 +311,7 @@ def _same_types(frame: Frame, before: Any, after: Any) -> Any:
                 source=_jax.equation_line(frame.eqn),
                 expected=f"{old_type}",
                 found=f"{new_type}",
+                fix="give it its last shape before the loop or branch, or keep it in a Part",
             )
         return mesh.cast_varying(jnp.asarray(new, old_type.dtype), _jax.varying(old))
 
@@ -307,6 +321,7 @@ def _same_types(frame: Frame, before: Any, after: Any) -> Any:
             source=_jax.equation_line(frame.eqn),
             expected=f"{jax.tree.structure(before)}",
             found=f"{jax.tree.structure(after)}",
+            fix="give it all its entries before the loop or branch, or keep it in a Part that grows",
         )
     return jax.tree.map(same, before, after)
 

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, NamedTuple
 
 import jax
 
-from ppleffects.effects import _jax, tracing
+from ppleffects.effects import _jax, mesh, tracing
 from ppleffects.effects._jax import Jaxpr, JaxprEqn, Literal, Primitive
 from ppleffects.errors import UnsupportedPrimitiveError
 
@@ -66,6 +66,10 @@ class Dispatcher[Context]:
         """Returns the handler of ``primitive``, or None."""
         return self._handlers.get(primitive)
 
+    def without_effects(self) -> Dispatcher[Any]:
+        """Returns a dispatcher with the handlers of the control flow alone."""
+        return Dispatcher({p: h for p, h in self._handlers.items() if p in _jax.CONTROL_FLOW.values()})
+
     def concerns(self, eqn: JaxprEqn) -> bool:
         """Whether ``eqn`` must be interpreted: it, or an equation inside of it, has a handler or holds an effect."""
         inner = _jax.bodies(eqn)
@@ -88,10 +92,12 @@ class Interpreter[Context]:
     Attributes:
         dispatcher: the handlers.
         label: what the interpretation is called in messages.
+        varying: manual mesh axes over which every value is typed as varying, whatever the traced program says.
     """
 
     dispatcher: Dispatcher[Context]
     label: str = "interpretation"
+    varying: frozenset[str] = frozenset()
 
     def __call__(self, jaxpr: Jaxpr, ctx: Context, *args: TracerValue) -> tuple[list[TracerValue], Context]:
         """Returns the results of ``jaxpr`` on ``args``, and the context after its last equation."""
@@ -105,24 +111,36 @@ class Interpreter[Context]:
         for index, eqn in enumerate(jaxpr.eqns):
             invals = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             with _jax.equation_context(eqn):
-                ctx, outvals = self._apply(ctx, eqn, invals)
-            env.update(zip(eqn.outvars, outvals, strict=True))
+                ctx, outvals = self._apply(ctx, eqn, self._cast(invals))
+            env.update(zip(eqn.outvars, self._cast(outvals), strict=True))
             for var in last.get(index, ()):
                 env.pop(var, None)
-        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars], ctx
+        return self._cast([v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]), ctx
+
+    def _cast(self, values: list[TracerValue]) -> list[TracerValue]:
+        return [mesh.cast_varying(x, self.varying) for x in values] if self.varying else values
 
     def _apply(self, ctx: Context, eqn: JaxprEqn, invals: list[TracerValue]) -> HandlerResult[Context]:
         handler = self.dispatcher.handler(eqn.primitive)
-        if not self.dispatcher.concerns(eqn):
-            inner = _jax.bodies(eqn)
-            if not inner or handler is None or not _jax.moved(eqn):
-                return HandlerResult(ctx, _jax.bind(eqn, invals))
-            # The types inside name the mesh of the trace: the body is bound again, without its own derivative rule.
-            if eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
-                return HandlerResult(ctx, self(inner[0], ctx, *invals)[0])
+        as_it_is = not _jax.bodies(eqn) or handler is None or _jax.has_own_rule(eqn) or not self._retyped(eqn)
+        if as_it_is and not self.dispatcher.concerns(eqn):
+            return HandlerResult(ctx, self.bound(eqn, invals))
         if handler is None:
             raise _no_rule(self.label, eqn)
         return handler(self, ctx, eqn, invals)
+
+    def _retyped(self, eqn: JaxprEqn) -> bool:
+        """Whether the types inside of an equation's bodies do not hold here: they name other axes."""
+        return bool(self.varying) or _jax.moved(eqn)
+
+    def bound(self, eqn: JaxprEqn, invals: list[TracerValue]) -> list[TracerValue]:
+        """Binds an equation again on new operands, with its own derivative rule if it has one."""
+        if eqn.primitive is _jax.pvary_p:
+            return [mesh.cast_varying(invals[0], frozenset(eqn.params["axes"]))]
+        if not (_jax.has_own_rule(eqn) and self._retyped(eqn)):
+            return _jax.bind(eqn, invals)
+        plain = Interpreter(self.dispatcher.without_effects(), varying=self.varying)
+        return _jax.bind_rules(eqn, invals, lambda jaxpr, consts, *args: plain.run(jaxpr, consts, (), *args)[0])
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
@@ -156,6 +174,8 @@ def _no_rule(label: str, eqn: JaxprEqn) -> UnsupportedPrimitiveError:
         f"'{eqn.primitive}' holds an effect, and {label} has no rule for it",
         site=found.params.get("name"),
         source=found.params.get("source", _jax.equation_line(eqn)),
+        expected=f"a handler for '{eqn.primitive}'",
+        found="none",
         fix=f"take the site out of '{eqn.primitive}', or give the interpreter's dispatcher a handler for it",
     )
 

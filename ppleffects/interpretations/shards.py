@@ -40,7 +40,7 @@ def shard_map_rule(interpreter: Interpreter[Context], ctx: Context, eqn, invals)
         return dataclasses.replace(_replicated(abstract), records=_record_specs(abstract.records, places))
 
     left = default_shard_map_handler(
-        _Within(interpreter.dispatcher, interpreter.label, places),
+        _Within(interpreter.dispatcher, interpreter.label, interpreter.varying, places),
         entering,
         eqn,
         invals,
@@ -77,7 +77,7 @@ class _Within(Interpreter[Context]):
     @override
     def __call__(self, jaxpr, ctx, *args):
         values = {name: _squeezed(x, self.places[name]) for name, x in ctx.inputs.values.items()}
-        inner = Interpreter(self.dispatcher, self.label)
+        inner = Interpreter(self.dispatcher, self.label, self.varying)
         outs, ctx = inner(jaxpr, dataclasses.replace(ctx, inputs=Inputs(values)), *args)
         return outs, dataclasses.replace(ctx, inputs=Inputs({}), draws=None, shared=None)
 

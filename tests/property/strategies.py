@@ -16,7 +16,7 @@ MAX_DEPTH = 4
 MAX_VISITS = 12
 MAX_STATEMENTS = 7
 # Left out, as its gradient waits for ever (in JAX alone, too): a cond that differs from shard to shard.
-VARYING_BRANCHES = False
+VARYING_BRANCHES = True
 
 
 @dataclasses.dataclass(frozen=True)
