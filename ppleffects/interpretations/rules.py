@@ -292,7 +292,9 @@ def _in_lanes(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:
         *arrays, x = args
         return fn(site.distribution(arrays), x)
 
-    return over_lanes(one, lanes, extra=1)(*operands.arrays, x)
+    # Arguments of its own: TFP's bijectors remember results by the identity of their input, and the branches of a cond
+    # may be given the same one.
+    return jax.jit(over_lanes(one, lanes, extra=1), inline=True)(*operands.arrays, x)
 
 
 def _through_bijector(operands: _Operands, fn: Callable[..., Any], x: Array) -> Any:

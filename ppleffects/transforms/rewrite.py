@@ -81,7 +81,17 @@ def check_names(program: Program, names: Sequence[str], kinds: Sequence[str], wh
         ValuesError: there is no such site.
     """
     known = program.named(*kinds)
+    others = program.named("deterministic")
     for name in names:
+        if name in others and name not in known:
+            raise ValuesError(
+                f"{what} names a deterministic, which has no density",
+                site=name,
+                source=others[name].site.source,
+                expected=f"one of {list(known)}",
+                found=f"'{name}'",
+                fix="leave it out",
+            )
         if name not in known:
             close = difflib.get_close_matches(name, list(known), 1)
             raise ValuesError(

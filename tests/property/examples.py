@@ -2,6 +2,8 @@
 
 from tests.property.programs import Cond, Deterministic, Given, Observe, Program, Sample, Scale, Shard, Vmap
 
+_PIECE = Sample("s1", arg="data", batch=(2, 1), spec=("data",), at=1, dist="tfp_diagonal", mix=False)
+
 EXAMPLES = {
     "TFP in a vmap": Program((Vmap("vmap1", (Sample("s1", arg="x", dist="tfp_gamma"),)),)),
     "a loop in lanes on shards": Program(
@@ -50,10 +52,6 @@ EXAMPLES = {
             ),
         )
     ),
-}
-
-_PIECE = Sample("s1", arg="data", batch=(2, 1), spec=("data",), at=1, dist="tfp_diagonal", mix=False)
-FAILING = {
     "one TFP distribution in both branches on shards": Program(
         (Shard("shard1", (Cond("cond1", ((_PIECE,), (_PIECE,)), pred="flag"),), split=()),)
     ),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import ppleffects as ppl
-from tests.property.examples import EXAMPLES, FAILING
+from tests.property.examples import EXAMPLES
 from tests.property.plain import Plain, joined
 from tests.property.programs import Block, Compiled, Cond, Shard
 from tests.property.strategies import programs
@@ -176,12 +176,6 @@ def checked(program):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name):
     checked(EXAMPLES[name])
-
-
-@pytest.mark.xfail(reason="not mended yet")
-@pytest.mark.parametrize("name", FAILING)
-def test_failing(name):
-    checked(FAILING[name])
 
 
 @settings(max_examples=40, **SETTINGS)
