@@ -85,6 +85,7 @@ class Case:
         values: a value for each latent of the sharded model.
         value_specs: how latents lie on the mesh, where they are not replicated.
         sharded: mesh -> the ppleffects model with ``jax.shard_map``.
+        rowwise: mesh -> the same with a ``jax.vmap`` inside: the body speaks of one row, group or series.
         unsharded: the same model without ``shard_map`` and without control flow.
         by_hand: mesh, formulas -> ``(values, **data) -> log density``, in plain JAX with ``jax.shard_map``.
         numpyro: the NumPyro model, None where it cannot express it.
@@ -97,6 +98,7 @@ class Case:
     data_specs: dict[str, P]
     values: dict[str, Any]
     sharded: Callable[[Mesh], Callable[..., None]]
+    rowwise: Callable[[Mesh], Callable[..., None]]
     unsharded: Callable[..., None]
     by_hand: Callable[[Mesh, Formulas], Callable[..., Array]]
     numpyro: Callable[..., None] | None = None
@@ -123,6 +125,7 @@ class Case:
         by_hand, plain = self.by_hand(mesh, NUMPYRO), self.by_hand(mesh, PLAIN)
         variants = {
             "sharded": lambda values, data: ppl.log_density(self.sharded(mesh))(values, **data),
+            "rowwise": lambda values, data: ppl.log_density(self.rowwise(mesh))(values, **data),
             "unsharded": lambda values, data: ppl.log_density(self.unsharded)(self.split(values), **data),
             "by_hand": lambda values, data: by_hand(values, **data),
             "plain": lambda values, data: plain(values, **data),
@@ -144,6 +147,19 @@ def _regression_sharded(mesh: Mesh) -> Callable[..., None]:
     def model(x, y):
         beta = ppl.sample("beta", dist.Normal(0.0, 2.0).expand([x.shape[1]]))
         sigma = ppl.sample("sigma", dist.HalfNormal(1.0))
+        jax.shard_map(rows, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=None)(beta, sigma, x, y)
+
+    return model
+
+
+def _regression_rowwise(mesh: Mesh) -> Callable[..., None]:
+    def row(beta, sigma, x, y):
+        ppl.observe("y", dist.Normal(x @ beta, sigma), y)
+
+    def model(x, y):
+        beta = ppl.sample("beta", dist.Normal(0.0, 2.0).expand([x.shape[1]]))
+        sigma = ppl.sample("sigma", dist.HalfNormal(1.0))
+        rows = jax.vmap(row, in_axes=(None, None, 0, 0))
         jax.shard_map(rows, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=None)(beta, sigma, x, y)
 
     return model
@@ -184,6 +200,7 @@ def _regression() -> Case:
         data_specs={"x": P("data"), "y": P("data")},
         values={"beta": beta + 0.1, "sigma": np.float64(0.9)},
         sharded=_regression_sharded,
+        rowwise=_regression_rowwise,
         unsharded=_regression_unsharded,
         by_hand=_regression_by_hand,
         numpyro=_regression_numpyro,
@@ -201,6 +218,21 @@ def _gather_sharded(mesh: Mesh) -> Callable[..., None]:
         beta = ppl.sample("beta", dist.Normal(0.0, 2.0).expand([x.shape[1]]))
         scale = ppl.sample("scale", dist.HalfNormal(1.0))
         z = ppl.sample("z", dist.Normal(0.0, 1.0).expand([num_groups]))
+        specs = (P(), P(), P("data"), P("data"), P("data"))
+        jax.shard_map(rows, mesh=mesh, in_specs=specs, out_specs=None)(scale * z, beta, x, group, y)
+
+    return model
+
+
+def _gather_rowwise(mesh: Mesh) -> Callable[..., None]:
+    def row(intercept, beta, x, group, y):
+        ppl.observe("y", dist.Bernoulli(logits=intercept[group] + x @ beta), y)
+
+    def model(x, group, y, num_groups=64):
+        beta = ppl.sample("beta", dist.Normal(0.0, 2.0).expand([x.shape[1]]))
+        scale = ppl.sample("scale", dist.HalfNormal(1.0))
+        z = jax.vmap(lambda _: ppl.sample("z", dist.Normal(0.0, 1.0)))(jnp.arange(num_groups))
+        rows = jax.vmap(row, in_axes=(None, None, 0, 0, 0))
         specs = (P(), P(), P("data"), P("data"), P("data"))
         jax.shard_map(rows, mesh=mesh, in_specs=specs, out_specs=None)(scale * z, beta, x, group, y)
 
@@ -246,6 +278,7 @@ def _gather() -> Case:
         data_specs={"x": P("data"), "group": P("data"), "y": P("data")},
         values={"beta": beta - 0.1, "scale": np.float64(0.6), "z": z + 0.2},
         sharded=_gather_sharded,
+        rowwise=_gather_rowwise,
         unsharded=_gather_unsharded,
         by_hand=_gather_by_hand,
         numpyro=_gather_numpyro,
@@ -261,6 +294,23 @@ def _local_sharded(mesh: Mesh) -> Callable[..., None]:
     def rows(mu, tau, group, y):
         theta = ppl.sample("theta", dist.Normal(mu, tau).expand([groups]), spec=P("data"))
         ppl.observe("y", dist.Normal(theta[group - groups * lax.axis_index("data")], 1.0), y)
+
+    def model(group, y):
+        mu = ppl.sample("mu", dist.Normal(0.0, 5.0))
+        tau = ppl.sample("tau", dist.HalfNormal(2.0))
+        jax.shard_map(rows, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=None)(mu, tau, group, y)
+
+    return model
+
+
+def _local_rowwise(mesh: Mesh) -> Callable[..., None]:
+    groups = 1024 // mesh.shape["data"]
+
+    def rows(mu, tau, group, y):
+        own = jax.vmap(lambda _: ppl.sample("theta", dist.Normal(mu, tau), spec=P("data")))
+        theta = own(jnp.arange(groups))
+        local = group - groups * lax.axis_index("data")
+        jax.vmap(lambda group, y: ppl.observe("y", dist.Normal(theta[group], 1.0), y))(local, y)
 
     def model(group, y):
         mu = ppl.sample("mu", dist.Normal(0.0, 5.0))
@@ -312,6 +362,7 @@ def _local() -> Case:
         values={"mu": np.float64(0.8), "tau": np.float64(0.7), "theta": theta + 0.1},
         value_specs={"theta": P("data")},
         sharded=_local_sharded,
+        rowwise=_local_rowwise,
         unsharded=_local_unsharded,
         by_hand=_local_by_hand,
         numpyro=_local_numpyro,
@@ -332,6 +383,27 @@ def _scan_sharded(mesh: Mesh) -> Callable[..., None]:
             return state, None
 
         lax.scan(step, jnp.zeros_like(y[0]), y)
+
+    def model(y):
+        drift = ppl.sample("drift", dist.Normal(0.0, 1.0))
+        sd = ppl.sample("sd", dist.HalfNormal(1.0))
+        jax.shard_map(series, mesh=mesh, in_specs=(P(), P(), P(None, "data")), out_specs=None)(drift, sd, y)
+
+    return model
+
+
+def _scan_rowwise(mesh: Mesh) -> Callable[..., None]:
+    def one(drift, sd, y):
+        def step(state, y_t):
+            state = ppl.sample("state", dist.Normal(state + drift, sd))
+            ppl.observe("y", dist.Normal(state, 0.5), y_t)
+            return state, None
+
+        lax.scan(step, jnp.zeros_like(y[0]), y)
+
+    def series(drift, sd, y):
+        drift, sd = lax.pcast((drift, sd), "data", to="varying")
+        jax.vmap(one, in_axes=(None, None, 1))(drift, sd, y)
 
     def model(y):
         drift = ppl.sample("drift", dist.Normal(0.0, 1.0))
@@ -398,6 +470,7 @@ def _scan() -> Case:
         values={"drift": np.float64(0.2), "sd": np.float64(0.4), "state": states + 0.05},
         value_specs={"state": P(None, "data")},
         sharded=_scan_sharded,
+        rowwise=_scan_rowwise,
         unsharded=_scan_unsharded,
         by_hand=_scan_by_hand,
         numpyro=_scan_numpyro,
@@ -422,6 +495,26 @@ def _two_sharded(mesh: Mesh) -> Callable[..., None]:
         slope = ppl.sample("slope", dist.Normal(0.0, 1.0))
         first = jax.shard_map(exposures, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
         second = jax.shard_map(counts, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=None)
+        second(slope, first(gamma, x, measured), y)
+
+    return model
+
+
+def _two_rowwise(mesh: Mesh) -> Callable[..., None]:
+    def exposure(gamma, x, measured):
+        value = x @ gamma
+        ppl.observe("measured", dist.Normal(value, 0.5), measured)
+        return value
+
+    def count(slope, exposure, y):
+        ppl.observe("y", dist.Poisson(jnp.exp(slope * exposure)), y)
+
+    def model(x, measured, y):
+        gamma = ppl.sample("gamma", dist.Normal(0.0, 1.0).expand([x.shape[1]]))
+        slope = ppl.sample("slope", dist.Normal(0.0, 1.0))
+        each = {"mesh": mesh, "in_specs": (P(), P("data"), P("data"))}
+        first = jax.shard_map(jax.vmap(exposure, in_axes=(None, 0, 0)), **each, out_specs=P("data"))
+        second = jax.shard_map(jax.vmap(count, in_axes=(None, 0, 0)), **each, out_specs=None)
         second(slope, first(gamma, x, measured), y)
 
     return model
@@ -475,6 +568,7 @@ def _two() -> Case:
         data_specs={"x": P("data"), "measured": P("data"), "y": P("data")},
         values={"gamma": gamma + 0.05, "slope": np.float64(0.6)},
         sharded=_two_sharded,
+        rowwise=_two_rowwise,
         unsharded=_two_unsharded,
         by_hand=_two_by_hand,
         numpyro=_two_numpyro,
@@ -490,6 +584,23 @@ def _grid_sharded(mesh: Mesh) -> Callable[..., None]:
     def block(scale, sigma, x, y):
         beta = ppl.sample("beta", dist.Normal(0.0, scale).expand([columns]), spec=P("model"))
         ppl.observe("y", dist.Normal(lax.psum(x @ beta, "model"), sigma), y)
+
+    def model(x, y):
+        scale = ppl.sample("scale", dist.HalfNormal(1.0))
+        sigma = ppl.sample("sigma", dist.HalfNormal(1.0))
+        specs = (P(), P(), P("data", "model"), P("data"))
+        jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=None)(scale, sigma, x, y)
+
+    return model
+
+
+def _grid_rowwise(mesh: Mesh) -> Callable[..., None]:
+    columns = 64 // mesh.shape["model"]
+
+    def block(scale, sigma, x, y):
+        own = jax.vmap(lambda _: ppl.sample("beta", dist.Normal(0.0, scale), spec=P("model")))
+        beta = own(jnp.arange(columns))
+        jax.vmap(lambda x, y: ppl.observe("y", dist.Normal(lax.psum(x @ beta, "model"), sigma), y))(x, y)
 
     def model(x, y):
         scale = ppl.sample("scale", dist.HalfNormal(1.0))
@@ -539,6 +650,7 @@ def _grid() -> Case:
         values={"scale": np.float64(0.6), "sigma": np.float64(0.9), "beta": beta + 0.02},
         value_specs={"beta": P("model")},
         sharded=_grid_sharded,
+        rowwise=_grid_rowwise,
         unsharded=_grid_unsharded,
         by_hand=_grid_by_hand,
         numpyro=_grid_numpyro,

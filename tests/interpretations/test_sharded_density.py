@@ -100,6 +100,16 @@ def test_flops_and_bytes_are_those_of_the_density_by_hand(name):
 
 
 @takes_gradients
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_one_row_under_vmap_costs_no_more_than_numpyros(name):
+    assert_close(value_and_gradient(name, "rowwise"), value_and_gradient(name, "numpyro"), 1e-10)
+    rowwise, numpyro = (cost(compiled(name, variant)[0]) for variant in ("rowwise", "numpyro"))
+    assert rowwise.flops <= 1.02 * numpyro.flops
+    assert rowwise.bytes <= 1.02 * numpyro.bytes
+    assert sum(rowwise.collectives.values()) <= sum(numpyro.collectives.values())
+
+
+@takes_gradients
 @pytest.mark.parametrize("name", ["local latents", "scan over time", "two mesh axes"])
 def test_gradients_of_local_latents_stay_on_their_shards(name):
     case = CASES[NAMES.index(name)]
