@@ -22,7 +22,7 @@ def _rebind(interpreter: Interpreter[Shared], ctx: Shared, eqn: JaxprEqn, invals
         raise UnsupportedPrimitiveError(
             f"'{eqn.primitive}' stands in a cond or while whose predicate differs between the lanes of a vmap",
             site=eqn.params.get("name"),
-            source=eqn.params.get("source"),
+            source=eqn.params.get("source", _jax.equation_line(eqn)),
             expected="an effect primitive with an activate= rule",
             found=f"'{eqn.primitive}' without one",
             fix="give the effect primitive an activate= rule, or use lax.map over the lanes instead of vmap",

@@ -177,7 +177,7 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
             source=source,
             expected="parameters that are arrays, and anything else hashable",
             found=f"{error}",
-            fix="give an array, or a tuple instead of a list",
+            fix="make it an array, or hashable, as a frozenset is in place of a set",
         ) from None
     arrays = [*(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d), *hidden]
     names = tuple(_leaf_names(distribution, arrays))
@@ -227,7 +227,8 @@ def dtype(distribution: Any) -> Any:
         return jnp.result_type(distribution.v)
     if is_discrete(distribution):
         return jnp.result_type(int)
-    floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    arrays = filter(_is_array, jax.tree.leaves(distribution))
+    floats = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
     return jnp.result_type(float, *floats) if not floats else jnp.result_type(*floats)
 
 
