@@ -63,7 +63,8 @@ type Rules = Mapping[Primitive, Callable[[JaxprEqn], int]]
 
 
 def _rules(rule: Callable[[JaxprEqn], int], names: str) -> Rules:
-    return {getattr(p, f"{name}_p"): rule for name in names.split()}
+    found = (getattr(p, f"{name}_p", None) for name in names.split())  # an older JAX has not all of them
+    return {primitive: rule for primitive in found if primitive is not None}
 
 
 FLOPS: Rules = {
@@ -82,7 +83,8 @@ FLOPS: Rules = {
         "name reduce_precision psum pmax pmin all_gather ppermute sharding_constraint",
     ),
 }
-MOVES = {"pvary", "psum_invariant", "all_gather_invariant", "reshard"}  # primitives that JAX does not export
+# Primitives that JAX does not export, by name.
+MOVES = {"stack", "unstack", "split", "tile", "pvary", "psum_invariant", "all_gather_invariant", "reshard"}
 
 
 def _observe_flops(rules: Rules, part: Sums, eqn: JaxprEqn, scope: str) -> Sums:

@@ -91,7 +91,7 @@ class Failures(Records):
 
     def throw(self) -> None:
         """Raises ``CheckFailed`` on the host, if a check has failed."""
-        lines = [_failure(name, entry) for name, entry in self.entries.items() if np.any(entry.value)]
+        lines = [_failure(name, entry) for name, entry in sorted(self.entries.items()) if np.any(entry.value)]
         if lines:
             raise CheckFailed("\n".join(lines))
 
