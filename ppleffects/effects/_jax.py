@@ -70,8 +70,8 @@ for _allowed in (
 
 
 def has_effect(jaxpr: Jaxpr) -> bool:
-    """Whether an effect primitive stands anywhere in ``jaxpr``."""
-    return interpreted_effect in jaxpr.effects
+    """Whether an effect primitive stands anywhere in ``jaxpr``, also in a body that does not pass its effects on."""
+    return interpreted_effect in jaxpr.effects or not _effect_primitives.isdisjoint(primitives_in(jaxpr))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,7 @@ def batch_control_flow(activated: Callable[[Jaxpr], Callable[..., list[Any]]]) -
         if dims[0] is None or not any(map(has_effect, branches)):
             return _batch_cond(axis_data, args, dims, branches=branches, **params)
         args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
-        flag = core.ShapedArray((), bool)
+        flag = array_type((), bool, varying(args[0]))
         flagged = [jax.make_jaxpr(activated(b))(flag, *b.in_avals) for b in branches]
         outs = lane_cond_p.bind(*args, branches=tuple(_batched(axis_data, b) for b in flagged), shared=0)
         return outs, [0] * len(outs)
@@ -271,7 +271,7 @@ def batch_control_flow(activated: Callable[[Jaxpr], Callable[..., list[Any]]]) -
         args = [_at_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
         before, inner = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
         predicate = core.jaxpr_as_fun(_batched(axis_data, cond_jaxpr))
-        flag = core.ShapedArray((), bool)
+        flag = array_type((), bool, varying(cond_jaxpr.out_avals[0]))
         body = core.jaxpr_as_fun(_batched(axis_data, jax.make_jaxpr(activated(body_jaxpr))(flag, *body_jaxpr.in_avals)))
 
         def iteration(carry):

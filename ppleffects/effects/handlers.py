@@ -181,6 +181,9 @@ def default_lane_cond_handler[Context](
     index, *operands = invals
     branches = eqn.params["branches"]
     parts, join = split(ctx)
+    axes = _jax.varying(index)
+    interpreter = dataclasses.replace(interpreter, varying=interpreter.varying | axes)
+    operands = [mesh.cast_varying(x, axes) for x in operands]
     outs: list[list[Any]] = []
     emissions: list[list[Any]] = []
     for number, body in enumerate(branches):

@@ -104,6 +104,29 @@ def test_a_rule_that_sums_over_the_shards_counts_once(mesh):
     assert jnp.allclose(gradient(mesh, summed_rule, jnp.array([1.0, 2.0])), -W + 2 * (1.0 + 2.0), rtol=1e-6)
 
 
+def test_lanes_in_a_branch_that_differs_from_shard_to_shard_hold_one_that_does_not(mesh):
+    def lane(flag, x):
+        def inner():
+            lax.cond(flag, lambda: ppl.observe("y", dist.Normal(0.0, 1.0), x), lambda: x)
+
+        lax.cond(x > 1, inner, lambda: None)
+
+    def model(x):
+        body = lambda x: jax.vmap(lane)(jnp.array([True, False]), x)  # noqa: E731
+        jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=None)(x)
+
+    found = ppl.log_density(model)({}, jnp.arange(4.0))
+    assert jnp.allclose(found, dist.Normal(0.0, 1.0).log_prob(2.0))
+
+
+def test_sites_in_a_body_that_hides_its_effects_are_found_from_outside():
+    summed = jax.jit(lambda x: lax.reduce(x, 0.0, lambda a, b: (ppl.factor("f", 1.0), a + b)[1], (0,)))
+    model = lambda: summed(jnp.ones(3))  # noqa: E731
+    for interpretation in (ppl.sites(model), lambda: ppl.log_density(model)({})):
+        with pytest.raises(ppl.errors.UnsupportedPrimitiveError, match=r"site 'f' at test_varying.*'reduce'"):
+            interpretation()
+
+
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="two axes need four devices")
 def test_own_rules_stay_where_an_explicit_axis_has_become_manual():
     mesh = jax.make_mesh((2, 2), ("chains", "data"), devices=jax.devices()[:4])

@@ -194,3 +194,22 @@ def test_what_is_no_distribution(wrong, message, call):
 
     with pytest.raises(DistributionError, match=message):
         ppl.simulate(model)(0)
+
+
+def test_hashable_leaves_that_are_no_numbers_stay_as_they_are():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Tagged:
+        low: float
+        tags: frozenset
+        batch_shape = event_shape = ()
+
+        def sample(self, key, sample_shape=()):
+            return self.low + jax.random.uniform(key, sample_shape)
+
+        def log_prob(self, value):
+            return jnp.where((value >= self.low) & (value <= self.low + 1), 0.0, -jnp.inf) - len(self.tags)
+
+    trace = ppl.simulate(lambda: ppl.sample("x", Tagged(2.0, frozenset("ab"))))(0)
+    assert 2.0 <= trace.values["x"] <= 3.0
+    assert trace.log_prob == -2.0
