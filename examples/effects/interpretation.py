@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, override
@@ -44,6 +45,7 @@ def interpreted(fn: Callable[..., Any], **effects: Effect) -> Callable[..., Any]
     """Returns ``(*args, **kwargs) -> (out, {name: part})``; effects that are not given stay in the function."""
     start = {name: effect.start for name, effect in effects.items()}
 
+    @functools.wraps(fn)
     def call(*args, **kwargs):
         return reinterpret(fn, _interpreter(effects))(start, *args, **kwargs)
 

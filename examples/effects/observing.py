@@ -24,6 +24,7 @@ COUNT = Effect(Sums(), observe=lambda part, eqn, scope: part.plus({eqn.primitive
 def counts(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``(*args) -> (out, {primitive: number})``: how often each primitive runs, on all shards together."""
 
+    @functools.wraps(fn)
     def call(*args, **kwargs):
         out, ctx = interpreted(fn, count=COUNT)(*args, **kwargs)
         return out, ctx["count"].terms
@@ -112,6 +113,7 @@ def flops_effect(rules: Rules | None = None) -> Effect:
 def flops(fn: Callable[..., Any], rules: Rules | None = None) -> Callable[..., Any]:
     """Returns ``(*args) -> (out, {scope: flops})``: of one device; inside of a shard_map, of the one with most."""
 
+    @functools.wraps(fn)
     def call(*args, **kwargs):
         out, ctx = interpreted(fn, flops=flops_effect(rules))(*args, **kwargs)
         return out, ctx["flops"].terms

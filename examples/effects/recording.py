@@ -12,7 +12,6 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.extend.core import Primitive
 
 from examples.effects.interpretation import Effect, interpreted
@@ -21,7 +20,7 @@ from ppleffects.effects import effect_primitive
 
 
 def _recording_primitive(name: str) -> Primitive:
-    """A primitive whose operands are a value, then booleans: it is reached where all are True. All have all lanes."""
+    """A primitive of two operands: a value, and whether it is reached; both have all lanes."""
 
     def batch(lane, operands, *, lanes, **params):
         whole = [
@@ -32,9 +31,10 @@ def _recording_primitive(name: str) -> Primitive:
         return primitive.bind(*whole, lanes=(label, *lanes), **params), []
 
     def activate(flag, operands, **params):
-        return [*operands, jnp.broadcast_to(flag, jnp.shape(operands[1]))], params
+        value, active = operands
+        return [value, active & flag], params
 
-    primitive = effect_primitive(name, lambda *_, **__: [], batch, activate)
+    primitive = effect_primitive(name, lambda value, active, **_: [], batch, activate)
     return primitive
 
 
@@ -58,20 +58,15 @@ def _callers_line() -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
-def _operands(invals: list[Any]) -> tuple[Array, Array]:
-    value, *flags = map(jnp.asarray, invals)
-    return value, functools.reduce(jnp.logical_and, flags)
-
-
 def _handle_log(part, eqn, invals):
-    value, active = _operands(invals)
+    value, active = map(jnp.asarray, invals)
     missing = jnp.asarray(jnp.nan if jnp.issubdtype(value.dtype, jnp.inexact) else 0, value.dtype)
     value = jnp.where(wide(active, value), value, missing)
     return part.plus({eqn.params["name"]: Entry(value, active, eqn.params["lanes"], eqn.params["source"])}), []
 
 
 def _handle_check(part, eqn, invals):
-    failed, active = _operands(invals)
+    failed, active = map(jnp.asarray, invals)
     entry = Entry(failed & active, active, eqn.params["lanes"], eqn.params["source"])
     return part.plus({eqn.params["name"]: entry}), []
 
@@ -112,6 +107,7 @@ CHECK = Effect(Failures(), {check_p: _handle_check})
 def logs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``(*args) -> (out, {name: Entry})``: all that ``fn`` logs."""
 
+    @functools.wraps(fn)
     def call(*args, **kwargs):
         out, ctx = interpreted(fn, log=LOG)(*args, **kwargs)
         return out, ctx["log"].entries
@@ -122,6 +118,7 @@ def logs(fn: Callable[..., Any]) -> Callable[..., Any]:
 def checks(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``(*args) -> (out, Failures)``; ``throw()`` of these raises on the host."""
 
+    @functools.wraps(fn)
     def call(*args, **kwargs):
         out, ctx = interpreted(fn, check=CHECK)(*args, **kwargs)
         return out, ctx["check"]

@@ -444,6 +444,25 @@ def test_lanes_within_shards_are_checked_on_their_own_branch(axis_type):
     np.testing.assert_array_equal(entry.active, (x > 2.0).reshape(4, 2))
 
 
+def test_checks_in_loops_that_differ_from_shard_to_shard(axis_type):
+    mesh = _mesh(axis_type, data=4)
+    start = np.array([5.0, 2.5, 0.5, 1.0])
+
+    def body(x):
+        def iteration(x):
+            check("below", x[0] < 2.5)
+            lax.cond(x[0] < 1.0, lambda: check("never below 1", False), lambda: None)
+            return x + 1.0
+
+        return lax.while_loop(lambda x: x[0] < 3.0, iteration, x)
+
+    entries = jax.jit(checks(over_rows(mesh, body)))(placed(mesh, start))[1].entries
+    np.testing.assert_array_equal(entries["below"].active, start < 3.0)
+    failed = [any(2.5 <= x + i < 3.0 for i in range(9)) for x in start]
+    np.testing.assert_array_equal(entries["below"].value, failed)
+    np.testing.assert_array_equal(entries["never below 1"].value, start < 1.0)
+
+
 def test_the_gradient_of_a_checked_function_is_unchanged(axis_type):
     mesh = _mesh(axis_type, data=4)
     x = np.random.default_rng(1).normal(size=(4, 6))
