@@ -250,16 +250,21 @@ def default_custom_jvp_handler[Context](
     (body,) = _jax.bodies(eqn)
     site = first_effect(body)
     if site is not None:
-        raise UnsupportedPrimitiveError(
-            f"an effect stands inside of a function with its own derivative rule ('{eqn.primitive}')",
-            site=site.params.get("name"),
-            source=site.params.get("source"),
-            expected="a function without effects",
-            found=f"'{site.primitive}'",
-            fix="take the site out of the function and pass its value in",
-        )
+        raise own_rule_error(eqn, site)
     _, ctx = interpreter(body, ctx, *invals)
     return HandlerResult(ctx, interpreter.bound(eqn, invals))
+
+
+def own_rule_error(eqn: JaxprEqn, site: JaxprEqn) -> UnsupportedPrimitiveError:
+    """The error for an effect, ``site``, inside of a function with its own derivative rule."""
+    return UnsupportedPrimitiveError(
+        f"an effect stands inside of a function with its own derivative rule ('{eqn.primitive}')",
+        site=site.params.get("name"),
+        source=site.params.get("source"),
+        expected="a function without effects",
+        found=f"'{site.primitive}'",
+        fix="take the site out of the function and pass its value in",
+    )
 
 
 def default_custom_vjp_handler[Context](

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppleffects.effects import _jax
+from ppleffects.effects.handlers import own_rule_error
 from ppleffects.errors import DuplicateSiteError, SpecError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import Occurrence, Step
 from ppleffects.language import SiteParams
@@ -31,16 +32,18 @@ def check_sites(found: Sequence[Occurrence]) -> None:
 
 
 def _check_rules(occurrence: Occurrence) -> None:
-    unknown = next((s for s in occurrence.path if s.eqn.primitive not in _jax.CONTROL_FLOW.values()), None)
-    if unknown is not None:
-        raise UnsupportedPrimitiveError(
-            f"'{unknown.kind}' at {unknown.line} holds a site, and there is no rule for it",
-            site=occurrence.site.name,
-            source=occurrence.site.source,
-            expected=f"one of {', '.join(sorted(_jax.CONTROL_FLOW))}",
-            found=f"{unknown.kind}",
-            fix=f"take the site out of '{unknown.kind}' and pass its value in",
-        )
+    for step in occurrence.path:
+        if _jax.has_own_rule(step.eqn):
+            raise own_rule_error(step.eqn, occurrence.eqn)
+        if step.eqn.primitive not in _jax.CONTROL_FLOW.values():
+            raise UnsupportedPrimitiveError(
+                f"'{step.kind}' at {step.line} holds a site, and there is no rule for it",
+                site=occurrence.site.name,
+                source=occurrence.site.source,
+                expected=f"one of {', '.join(sorted(_jax.CONTROL_FLOW))}",
+                found=f"{step.kind}",
+                fix=f"take the site out of '{step.kind}' and pass its value in",
+            )
 
 
 def _in_other_branch(a: Occurrence, b: Occurrence) -> bool:

@@ -38,7 +38,7 @@ def _follow(jaxpr: Jaxpr, given: Sequence[Names], around: Names, edges: dict[str
             edges[name] = edges.get(name, NOTHING).union(around, *operands) - {name}
             results = [frozenset({name})] * len(eqn.outvars)
         elif any(_jax.has_effect(body) for body in _jax.bodies(eqn)):
-            results = _FLOWS.get(eqn.primitive, _whole)(eqn, operands, around, edges)
+            results = _FLOWS[eqn.primitive](eqn, operands, around, edges)
         else:
             results = [NOTHING.union(*operands)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -81,13 +81,6 @@ def _cond(eqn: JaxprEqn, operands: list[Names], around: Names, edges: dict[str, 
     taken = [[NOTHING, *rest], rest][eqn.primitive is _jax.CONTROL_FLOW["cond"]]
     outs = [_follow(body, taken, around | index, edges) for body in _jax.bodies(eqn)]
     return [index.union(*choices) for choices in zip(*outs, strict=True)]
-
-
-def _whole(eqn: JaxprEqn, operands: list[Names], around: Names, edges: dict[str, Names]) -> list[Names]:
-    """For an equation whose bodies are not known to take its operands in order: everything reaches everything."""
-    everything = NOTHING.union(*operands)
-    found = [out for body in _jax.bodies(eqn) for out in _follow(body, [everything] * len(body.invars), around, edges)]
-    return [everything.union(*found)] * len(eqn.outvars)
 
 
 _FLOWS: dict[Any, Flow] = {
