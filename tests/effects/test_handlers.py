@@ -1,14 +1,26 @@
 """The default handlers of jit, scan, while, cond and checkpoint, against plain Python."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ppleffects.effects import reinterpret
-from ppleffects.errors import ContextStructureError, UnhandledEffectError
-from tests.effects.toys import note, notes_of, tally, tally_of, tallying
+from ppleffects.effects import (
+    Crossing,
+    HandlerResult,
+    Interpreter,
+    Part,
+    default_dispatcher,
+    effect_primitive,
+    reinterpret,
+)
+from ppleffects.errors import ContextStructureError, UnhandledEffectError, UnsupportedPrimitiveError
+from tests.effects.toys import note, notes_of, tally, tally_of, tally_p, tallying
 
 
 def equations(fn, *args):
@@ -260,9 +272,6 @@ def test_an_unhandled_effect_raises_eagerly_and_under_jit():
 
 
 def test_a_context_may_not_change_its_structure_in_a_loop():
-    from ppleffects.effects import HandlerResult, Interpreter, default_dispatcher
-    from tests.effects.toys import tally_p
-
     grow = Interpreter(default_dispatcher().extended({tally_p: lambda i, c, e, v: HandlerResult({**c, "n": v[0]}, [])}))
 
     def fn(x):
@@ -275,3 +284,160 @@ def test_a_context_may_not_change_its_structure_in_a_loop():
     )
     with pytest.raises(ContextStructureError, match="shape of a value that 'scan' threads"):
         reinterpret(fn, shape)(jnp.zeros(1), 1.0)
+
+
+# --- lanes that take their own branch ---------------------------------------------------------------------------------
+
+
+def _batch_hit(lane, operands, **params):
+    amount, flag = (
+        x if mapped else jnp.broadcast_to(x, (lane.size, *jnp.shape(x)))
+        for x, mapped in zip(operands, lane.mapped, strict=True)
+    )
+    hit_p.bind(amount, flag, **params)
+    return [], []
+
+
+hit_p = effect_primitive(
+    "hit",
+    lambda amount, flag, **_: [],
+    _batch_hit,
+    activate=lambda flag, operands, **params: ([operands[0], operands[1] & flag], params),
+)
+
+
+def hit(amount):
+    """Adds to the sum that the interpretation keeps, in the lanes that are here."""
+    hit_p.bind(jnp.asarray(amount, float), jnp.asarray(True), name="hit")
+
+
+def hits_of(fn, *args, context=0.0, add=lambda ctx, amount: ctx + amount):
+    def handle(interpreter, ctx, eqn, invals):
+        return HandlerResult(add(ctx, jnp.sum(jnp.where(invals[1], invals[0], 0.0))), [])
+
+    interpreter = Interpreter(default_dispatcher().extended({hit_p: handle}), "hitting")
+    return reinterpret(fn, interpreter)(context, *args)[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum(Part):
+    """A sum that starts from zero in each body; it says what becomes of it in lanes."""
+
+    value: jax.Array
+
+    def enter(self, frame):
+        return Crossing()
+
+    def inside(self, frame, crossing):
+        return type(self)(jnp.zeros(()))
+
+    def leave(self, frame):
+        return (), self.value
+
+    def select(self, frame, emitted):
+        return sum(emitted)
+
+    def rejoin(self, frame, carried, emitted):
+        return type(self)(self.value + jnp.sum(emitted))
+
+
+class Unsaid(Sum):
+    """The same, but it does not say what becomes of it."""
+
+    select = Part.select
+
+
+jax.tree_util.register_dataclass(Unsaid, data_fields=["value"], meta_fields=[])
+
+
+def signed(x):
+    lax.cond(x > 0, lambda: hit(x), lambda: hit(10.0))
+    return x
+
+
+SIGNS = jnp.array([[1.0, -1.0], [-2.0, 4.0], [5.0, -3.0]])
+
+
+def add_to(ctx, amount):
+    return type(ctx)(ctx.value + amount)
+
+
+def test_lanes_take_their_own_branch_in_nested_vmaps():
+    total = hits_of(jax.vmap(jax.vmap(signed)), SIGNS, context=Sum(jnp.zeros(())), add=add_to)
+    assert float(total.value) == 1 + 4 + 5 + 3 * 10
+
+
+def test_a_predicate_that_comes_to_differ_between_lanes():
+    """Nothing that decides is batched at first; it becomes so after two iterations, by way of another carry."""
+
+    def loop(limit):
+        def body(carry):
+            count, stop, soon = carry
+            hit(1.0)
+            return count + 1.0, soon, limit
+
+        return lax.while_loop(lambda carry: carry[0] < carry[1], body, (0.0, 2.0, 3.0))
+
+    total = hits_of(jax.vmap(loop), jnp.array([0.0, 3.0, 6.0]), context=Sum(jnp.zeros(())), add=add_to)
+    assert float(total.value) == sum([2, 3, 6])
+
+
+@pytest.mark.parametrize(
+    ("context", "add", "match"),
+    [
+        (0.0, lambda ctx, amount: ctx + amount, "changed the state of the context in a branch that only some lanes"),
+        (Unsaid(jnp.zeros(())), add_to, "Unsaid does not say what becomes of it where each lane"),
+    ],
+    ids=["state", "a part that does not say"],
+)
+def test_a_context_that_cannot_be_told_apart_by_lanes(context, add, match):
+    line = signed.__code__.co_firstlineno + 1
+    with pytest.raises(
+        ContextStructureError, match=rf"at test_handlers.py:{line}: (.|\n)*{match}(.|\n)*fix: .*lax.map"
+    ):
+        hits_of(jax.vmap(signed), SIGNS[0], context=context, add=add)
+
+
+def test_an_effect_that_cannot_be_told_apart_by_lanes():
+    def fn(x):
+        lax.cond(x > 0, lambda: tally(x), lambda: None)
+        return x
+
+    match = r"site 'tally' at .*: 'tally' stands in a cond or while whose predicate differs(.|\n)*fix: .*activate="
+    with pytest.raises(UnsupportedPrimitiveError, match=match):
+        tally_of(jax.vmap(fn), SIGNS[0])
+
+
+def test_what_a_part_carries_keeps_its_structure():
+    class Growing(Sum):
+        def enter(self, frame):
+            return Crossing(carried=self.value)
+
+        def leave(self, frame):
+            return (self.value, self.value), ()
+
+    jax.tree_util.register_dataclass(Growing, data_fields=["value"], meta_fields=[])
+
+    def fn(x):
+        return lax.scan(lambda c, _: (c, hit(1.0)), x, length=2)[0]
+
+    with pytest.raises(ContextStructureError, match="structure of a value that 'scan' threads through"):
+        hits_of(fn, 1.0, context=Growing(jnp.zeros(())), add=add_to)
+
+
+def test_jit_keeps_its_shardings(mesh_data):
+    rows, whole = NamedSharding(mesh_data, P("data")), NamedSharding(mesh_data, P())
+
+    def fn(x):
+        tally(jnp.sum(x))
+        return 2 * x
+
+    for shardings in ({"in_shardings": rows}, {"out_shardings": rows}, {"in_shardings": whole, "out_shardings": rows}):
+        inner = jax.jit(fn, **shardings)
+        (eqn,) = find(equations(inner, jnp.arange(8.0)).jaxpr, "jit")
+        assert shardings.get("in_shardings") in (None, eqn.params["in_shardings"][-1])
+        assert shardings.get("out_shardings") in (None, eqn.params["out_shardings"][0])
+        out, total = tally_of(inner, jnp.arange(8.0))
+        assert float(total) == 28.0
+        assert "out_shardings" not in shardings or out.sharding.is_equivalent_to(rows, 1)
