@@ -11,7 +11,7 @@ READY_LOWEST := .venv-lowest/.ready
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test doctest check format lowest bench validate docs clean
+.PHONY: help setup demo test doctest coverage matrix check format lowest bench validate docs clean
 
 help: ## say what the targets do
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,27 @@ test: $(READY) ## all tests but the slow statistics
 
 doctest: $(READY) ## the examples in the docstrings
 	.venv/bin/python -m pytest -p tests.conftest --doctest-modules ppleffects $(ARGS)
+
+# What a model means: all tests but those of the samplers, which are slow.
+SUITE ?= tests/effects tests/language tests/interpretations tests/transforms tests/property $(wildcard tests/test_*.py)
+
+coverage: $(READY) ## the branches that the tests of each of the four lower layers reach: 95 % at least
+	rm -f .coverage
+	.venv/bin/python -m pytest $(filter-out tests/property,$(SUITE)) --cov=ppleffects --cov-branch --cov-report= $(ARGS)
+	@low=""; for layer in effects language interpretations transforms; do echo "== $$layer"; \
+	.venv/bin/python -m coverage report --include="ppleffects/$$layer/*" --fail-under=95 || low="$$low $$layer"; done; \
+	[ -z "$$low" ] || { echo "below 95 %:$$low"; exit 1; }
+
+# In each configuration warnings are errors, rank promotion raises, and some tests run in eight threads.
+matrix: $(READY) $(READY_LOWEST) ## the suite in every configuration, one after the other; says which failed
+	@failed=""; try() { echo "== $$*"; env "$$@" -m pytest $(SUITE) $(ARGS) || failed="$$failed\n  $$*"; }; \
+	try JAX_ENABLE_X64=1 .venv/bin/python; \
+	try JAX_ENABLE_X64=0 .venv/bin/python; \
+	try PPLEFFECTS_TEST_DEVICES=1 .venv/bin/python; \
+	try PPLEFFECTS_TEST_DEVICES=8 .venv/bin/python; \
+	try JAX_CHECK_TRACER_LEAKS=1 .venv/bin/python; \
+	try JAX_ENABLE_X64=1 .venv-lowest/bin/python; \
+	[ -z "$$failed" ] || { printf "failed:$$failed\n"; exit 1; }
 
 check: $(READY) ## lint, format and types
 	.venv/bin/ruff check .
