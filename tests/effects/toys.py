@@ -35,7 +35,7 @@ note_p = effect_primitive("note", lambda value, **_: [], _batch_note)
 
 def tally(amount=1.0) -> None:
     """Adds to the sum that the interpretation keeps."""
-    tally_p.bind(jnp.asarray(amount, jnp.float64), name="tally")
+    tally_p.bind(jnp.asarray(amount, float), name="tally")
 
 
 def note(name, value) -> None:
@@ -83,7 +83,7 @@ def tallying(calls: Counter | None = None, **handlers) -> Interpreter:
 
 def tally_of(fn, *args, start=0.0, interpreter=None):
     """The function's result and its tally."""
-    return reinterpret(fn, interpreter or tallying())(jnp.asarray(start, jnp.float64), *args)
+    return reinterpret(fn, interpreter or tallying())(jnp.asarray(start, float), *args)
 
 
 def per_shard(axes):

@@ -160,7 +160,7 @@ def test_in_shard_map_with_loops(mesh_data):
         (1.5, "1.5"),
         (True, "True"),
         (None, "None"),
-        (jnp.zeros(2), "float64"),
+        (jnp.zeros(2), "float"),
         (jax.random.split(jax.random.key(0), 2), r"key<fry>\[2\]"),
     ],
     ids=["str", "float", "bool", "None", "floats", "batch"],

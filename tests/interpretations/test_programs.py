@@ -151,9 +151,11 @@ def test_functions_that_differ_only_in_their_derivative():
 
 
 def test_functions_that_differ_only_in_a_callback():
+    float_dtype = jnp.zeros(()).dtype
+
     def make(a):
         def model():
-            x = jax.pure_callback(lambda: np.float64(a), jax.ShapeDtypeStruct((), jnp.float64))
+            x = jax.pure_callback(lambda: np.asarray(a, float_dtype), jax.ShapeDtypeStruct((), float_dtype))
             ppl.factor("f", x)
 
         return model

@@ -39,8 +39,8 @@ CASES = {
     "scalar for a vector": ({**GOOD, "sigma": 1.0}, ShapeError, r"site 'sigma' at (.|\n)*\(3,\)(.|\n)*found: \(\)"),
     "one for three": ({**GOOD, "sigma": np.ones(1)}, ShapeError, r"site 'sigma' at (.|\n)*found: \(1,\)"),
     "vector for a scalar": ({**GOOD, "mu": np.ones(1)}, ShapeError, r"site 'mu' at (.|\n)*found: \(1,\)"),
-    "float for an integer": ({**GOOD, "k": 2.5}, DTypeError, r"site 'k' at (.|\n)*int64(.|\n)*float64"),
-    "complex for a float": ({**GOOD, "mu": 1j}, DTypeError, r"site 'mu' at (.|\n)*float64(.|\n)*complex128"),
+    "float for an integer": ({**GOOD, "k": 2.5}, DTypeError, r"site 'k' at (.|\n)*int(32|64)(.|\n)*float(32|64)"),
+    "complex for a float": ({**GOOD, "mu": 1j}, DTypeError, r"site 'mu' at (.|\n)*float(32|64)(.|\n)*complex"),
 }
 
 
@@ -95,7 +95,7 @@ def test_integers_do_not_wrap_around():
     def narrow():
         return ppl.sample("k", Narrow(3.0))
 
-    with pytest.raises(DTypeError, match=r"site 'k' at (.|\n)*int8(.|\n)*int64"):
+    with pytest.raises(DTypeError, match=r"site 'k' at (.|\n)*int8(.|\n)*int(32|64)"):
         ppl.evaluate(narrow)({"k": jnp.array(257)})
     assert int(ppl.evaluate(narrow)({"k": jnp.array(3, jnp.int8)}).values["k"]) == 3
 
