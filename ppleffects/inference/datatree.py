@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppleffects.errors import SettingsError
+from ppleffects.language.arguments import as_mapping
 
 if TYPE_CHECKING:
     import xarray
@@ -53,7 +54,7 @@ def check_coords(sites: Mapping[str, Any], coords: Mapping[str, Any] | None) -> 
         for name, dims in site_dims(sites).items()
         for dim, length in zip(dims, sites[name].shape, strict=True)
     }
-    for dim, values in (coords or {}).items():
+    for dim, values in as_mapping({} if coords is None else coords, "coords=").items():
         if dim not in lengths:
             raise SettingsError(
                 f"coords= names the dimension '{dim}', which no site has",
@@ -61,11 +62,11 @@ def check_coords(sites: Mapping[str, Any], coords: Mapping[str, Any] | None) -> 
                 found=f"'{dim}'",
                 fix="name the axis with dims= at the site",
             )
-        if len(values) != lengths[dim]:
+        if np.shape(values) != (lengths[dim],):
             raise SettingsError(
                 f"coords= for the dimension '{dim}' have the wrong length",
                 expected=f"{lengths[dim]} values",
-                found=f"{len(values)}",
+                found=f"shape {np.shape(values)}",
                 fix="give one value for each entry along the dimension",
             )
 

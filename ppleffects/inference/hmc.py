@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, euclidean_kinetic_energy
 
-from ppleffects.errors import SettingsError
 from ppleffects.inference.kernel import Hamiltonian, Proposal
 
 
@@ -58,16 +57,6 @@ class HMC(Hamiltonian[HMCInfo]):
 
     trajectory_length: float = math.pi / 2
     max_num_steps: int = 1024
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.trajectory_length > 0 or self.max_num_steps < 1:
-            raise SettingsError(
-                "a trajectory needs a positive length and at least one step",
-                expected="trajectory_length > 0 and max_num_steps >= 1",
-                found=f"trajectory_length={self.trajectory_length}, max_num_steps={self.max_num_steps}",
-                fix="leave both out: the defaults are pi / 2 and 1024",
-            )
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         leapfrog, metric = self._leapfrog(target), adaptation.inverse_mass_matrix

@@ -22,6 +22,8 @@ from numpyro.infer.hmc_util import (
 )
 
 from ppleffects.errors import DiscreteLatentError, SettingsError
+from ppleffects.inference.settings import check_numbers
+from ppleffects.language.arguments import as_names
 
 type Position = dict[str, Array]
 
@@ -172,22 +174,17 @@ class Hamiltonian[I]:
     )
 
     def __post_init__(self):
-        if not 0 < self.target_accept < 1:
-            raise SettingsError(
-                "target_accept is a probability",
-                expected="0 < target_accept < 1",
-                found=f"{self.target_accept}",
-                fix="leave it out: 0.8 is the default; nearer to 1 there are fewer divergences",
-            )
-        if not self.step_size > 0:
-            raise SettingsError(
-                "step_size must be positive",
-                expected="step_size > 0",
-                found=f"{self.step_size}",
-                fix="leave it out: warm-up adapts it",
-            )
+        check_numbers(self)
         if not isinstance(self.dense_mass, bool):
-            blocks = tuple(tuple(block) for block in self.dense_mass)
+            blocks: Any = self.dense_mass
+            if not isinstance(blocks, list | tuple) or any(isinstance(block, str) for block in blocks):
+                raise SettingsError(
+                    "dense_mass takes blocks of names",
+                    expected='True, False, or blocks such as (("a", "b"), ("c",))',
+                    found=f"{self.dense_mass!r}",
+                    fix="dense_mass=True for one block of all latents",
+                )
+            blocks = tuple(as_names(block, "dense_mass=") for block in blocks)
             object.__setattr__(self, "dense_mass", blocks or False)
 
     def settings(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ppleffects.inference.datatree import check_coords, constant_data, to_datatr
 from ppleffects.inference.kernel import Kernel
 from ppleffects.inference.layout import trace
 from ppleffects.inference.nuts import NUTS
-from ppleffects.inference.options import Options
+from ppleffects.inference.options import Options, check_objects
 from ppleffects.inference.report import Report
 from ppleffects.inference.run import Run
 from ppleffects.inference.target import target as make_target
@@ -89,8 +89,8 @@ def mcmc(
     Warns:
         DiagnosticsWarning: the diagnostics say that the draws should not be trusted.
     """
-    names = None if keep is None else tuple(keep)
-    options = Options(num_warmup, num_samples, num_chains, thinning, names, tuple(groups), chunk_size, init, checkpoint)
+    check_objects(kernel, mesh)
+    options = Options(num_warmup, num_samples, num_chains, thinning, keep, groups, chunk_size, init, checkpoint)
 
     def run(key: Any, /, *args: Any, **kwargs: Any) -> xarray.DataTree:
         typed_key = as_key(key)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, build_tree, euclidean_kinetic_energy
 
-from ppleffects.errors import SettingsError
 from ppleffects.inference.kernel import Hamiltonian, Proposal
 
 
@@ -57,16 +56,6 @@ class NUTS(Hamiltonian[NUTSInfo]):
     """
 
     max_tree_depth: int = 10
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_tree_depth < 1:
-            raise SettingsError(
-                "max_tree_depth must be at least 1",
-                expected="max_tree_depth >= 1",
-                found=f"{self.max_tree_depth}",
-                fix="leave it out: 10 is the default",
-            )
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         tree = build_tree(

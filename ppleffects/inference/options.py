@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ppleffects.errors import NotAvailableError, SettingsError, ShapeError, ValuesError
 from ppleffects.inference.chunks import Plan, draw_shapes
+from ppleffects.inference.settings import check_numbers
+from ppleffects.interpretations.run import as_numbers, cast
+from ppleffects.language.arguments import as_mapping, as_names
 
 GROUPS = ("warmup", "log_likelihood")
 # Draws that wait on the devices for the end of a chunk take at most so many bytes, in all.
@@ -26,8 +30,8 @@ class Options:
     num_samples: int
     num_chains: int
     thinning: int
-    keep: tuple[str, ...] | None
-    groups: tuple[str, ...]
+    keep: Sequence[str] | None
+    groups: Sequence[str]
     chunk_size: int | None
     init: Mapping[str, Any] | None
     checkpoint: Any
@@ -37,20 +41,12 @@ class Options:
 
         Raises:
             SettingsError: a number is out of its range, or a group is unknown.
+            ValuesError: ``keep`` or ``groups`` are no names.
             NotAvailableError: ``checkpoint`` is given.
         """
-        floors = {"num_warmup": 0, "num_samples": 1, "num_chains": 1, "thinning": 1, "chunk_size": 1}
-        for name, floor in floors.items():
-            value = getattr(self, name)
-            if name == "chunk_size" and value is None:
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < floor:
-                raise SettingsError(
-                    f"{name} is out of its range",
-                    expected=f"an int >= {floor}",
-                    found=f"{value!r}",
-                    fix="give a number in this range, or leave it out",
-                )
+        check_numbers(self)
+        object.__setattr__(self, "keep", None if self.keep is None else as_names(self.keep, "keep="))
+        object.__setattr__(self, "groups", as_names(self.groups, "groups="))
         if self.num_samples < self.thinning:
             raise SettingsError(
                 "thinning leaves no draw",
@@ -81,7 +77,7 @@ class Options:
             SettingsError: ``keep`` names a site that is no latent and no deterministic.
         """
         available = tuple(name for name, site in target.sites.items() if site.kind in ("sample", "deterministic"))
-        keep = available if self.keep is None else self.keep
+        keep = available if self.keep is None else tuple(self.keep)
         unknown = [name for name in keep if name not in available]
         if unknown:
             raise SettingsError(
@@ -106,11 +102,12 @@ class Options:
 
         Raises:
             ValuesError: ``init`` names something else than a latent.
+            DTypeError: a value is no array of numbers, or a cast to the site's dtype would lose.
             ShapeError: a value has neither the site's shape nor that with a leading axis of chains.
         """
         latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
         given = {}
-        for name, value in (self.init or {}).items():
+        for name, value in as_mapping({} if self.init is None else self.init, "init=").items():
             if name not in latents:
                 raise ValuesError(
                     f"init= names '{name}', which is no latent site",
@@ -118,17 +115,41 @@ class Options:
                     found=f"'{name}'",
                     fix="leave it out: only latents start somewhere",
                 )
-            site, array = latents[name], np.asarray(value)
-            if array.shape == tuple(site.shape):
-                array = np.broadcast_to(array, (self.num_chains, *site.shape))
-            elif array.shape != (self.num_chains, *site.shape):
+            site = latents[name]
+            value = as_numbers(value, name, site.source)
+            each = (self.num_chains, *site.shape)
+            if np.shape(value) not in (tuple(site.shape), each):
                 raise ShapeError(
                     "the value of init= has the wrong shape",
                     site=name,
                     source=site.source,
-                    expected=f"{tuple(site.shape)} for all chains, or {(self.num_chains, *site.shape)} for each",
-                    found=f"{array.shape}",
+                    expected=f"{tuple(site.shape)} for all chains, or {each} for each",
+                    found=f"{np.shape(value)}",
                     fix="give the site's shape, or stack the starts of the chains along a new leading axis",
                 )
-            given[name] = array[chains].astype(site.dtype)
+            array = np.asarray(cast(value, site.dtype, name, site.source))
+            given[name] = np.broadcast_to(array, each)[chains]
         return given, set(given) == set(latents)
+
+
+def check_objects(kernel: Any, mesh: Any) -> None:
+    """Raise where a sampler or a mesh is none.
+
+    Raises:
+        SettingsError: so it is.
+    """
+    members = ("state_axes", "settings", "check", "init", "step")
+    if isinstance(kernel, type) or not all(hasattr(kernel, member) for member in members):
+        raise SettingsError(
+            "the kernel is no sampler",
+            expected="ppl.NUTS(...) or ppl.HMC(...)",
+            found=f"{kernel!r}",
+            fix="ppl.mcmc(model, ppl.NUTS()): the model first, then the kernel",
+        )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise SettingsError(
+            "mesh= is no mesh",
+            expected="jax.make_mesh(...), or None",
+            found=f"{mesh!r}",
+            fix='mesh=jax.make_mesh((2, 2), ("chains", "data"))',
+        )

@@ -12,9 +12,11 @@ import numpy as np
 from jax import Array
 
 from ppleffects.errors import DTypeError, ShapeError, ValuesError
+from ppleffects.interpretations.layout import Occurrence
 from ppleffects.interpretations.parts import Context, Draws, Inputs, Records, Totals
 from ppleffects.interpretations.program import Model, Program, compiled
 from ppleffects.interpretations.rules import GIVEN, Reading, interpreter
+from ppleffects.language.arguments import as_mapping
 
 
 def run(
@@ -69,13 +71,7 @@ def checked_values(
         ShapeError: a value has another shape than its site.
         DTypeError: a cast to the site's dtype would lose.
     """
-    if not isinstance(values, Mapping):
-        raise ValuesError(
-            "the values of latents are no dict",
-            expected="a dict from the names of latents to arrays",
-            found=f"{type(values).__name__}",
-            fix="ppl.log_density(model)(values, *args): the values come first",
-        )
+    values = as_mapping(values, "values, which come before the model's own arguments")
     latents = program.named(*kinds)
     for name in values:
         if name not in latents:
@@ -122,19 +118,9 @@ def _unknown(program: Program, name: str) -> ValuesError:
     )
 
 
-def _checked(occurrence: Any, value: Any) -> Array:
+def _checked(occurrence: Occurrence, value: Any) -> Array:
     site = occurrence.site
-    if not isinstance(value, jax.Array | int | float | complex):
-        value = np.asarray(value)
-        if value.dtype.kind not in "biufcV":
-            raise DTypeError(
-                "the value is no array of numbers",
-                site=site.name,
-                source=site.source,
-                expected=f"an array of dtype {occurrence.dtype}",
-                found=f"{value.dtype}",
-                fix="give one array for each latent",
-            )
+    value = as_numbers(value, site.name, site.source)
     shape, _ = occurrence.layout()
     if jnp.shape(value) != shape:
         raise ShapeError(
@@ -145,17 +131,47 @@ def _checked(occurrence: Any, value: Any) -> Array:
             found=f"{jnp.shape(value)}",
             fix="one leading axis for each scan around the site, then one for each vmap, then batch and event axes",
         )
-    given, wanted = jnp.result_type(value), occurrence.dtype
-    if _loses(given, wanted, isinstance(value, int | float)):
+    return cast(value, occurrence.dtype, site.name, site.source)
+
+
+def as_numbers(value: Any, site: str, source: str) -> Any:
+    """Returns a value of a site as an array or a number of Python's.
+
+    Raises:
+        DTypeError: it is none.
+    """
+    if isinstance(value, jax.Array | int | float | complex):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufcV":
+        raise DTypeError(
+            "the value is no array of numbers",
+            site=site,
+            source=source,
+            expected="a number, an array, or lists of numbers",
+            found=f"{array.dtype}",
+            fix="give one array for each latent",
+        )
+    return array
+
+
+def cast(value: Any, dtype: Any, site: str, source: str) -> Array:
+    """Returns a value in the dtype of its site.
+
+    Raises:
+        DTypeError: the cast would lose.
+    """
+    given = jnp.result_type(value)
+    if _loses(given, dtype, isinstance(value, int | float)):
         raise DTypeError(
             "a cast to the dtype of the site would lose",
-            site=site.name,
-            source=site.source,
-            expected=f"{wanted}",
+            site=site,
+            source=source,
+            expected=f"{dtype}",
             found=f"{given}",
-            fix=f"cast it yourself: jnp.asarray(value, '{wanted}')",
+            fix=f"cast it yourself: jnp.asarray(value, '{dtype}')",
         )
-    return jnp.asarray(value, wanted)
+    return jnp.asarray(value, dtype)
 
 
 def _loses(given: Any, wanted: Any, is_python: bool) -> bool:

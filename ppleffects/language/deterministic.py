@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ppleffects.effects import effect_primitive
-from ppleffects.language.site import activate, as_array, bind_params, new_site, through_lane
+from ppleffects.language.arguments import as_array
+from ppleffects.language.site import activate, bind_params, new_site, through_lane
 
 
 def deterministic(
@@ -33,7 +34,7 @@ def deterministic(
         >>> float(ppl.evaluate(model)({}).values["two"])
         2.0
     """
-    value = as_array(value, name, "value")
+    value = as_array(value, "value", name)
     site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     return deterministic_p.bind(value, **bind_params(site))[0]
 

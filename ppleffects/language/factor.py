@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ppleffects.effects import _jax, effect_primitive
-from ppleffects.errors import DTypeError
-from ppleffects.language.site import activate, as_array, bind_params, new_site, through_lane
+from ppleffects.effects import effect_primitive
+from ppleffects.language.arguments import as_real
+from ppleffects.language.site import activate, bind_params, new_site, through_lane
 
 
 def factor(name: str, log_factor: ArrayLike, *, spec: PartitionSpec | None = None) -> None:
@@ -26,16 +26,7 @@ def factor(name: str, log_factor: ArrayLike, *, spec: PartitionSpec | None = Non
         >>> float(ppl.log_density(model)({}))
         -3.0
     """
-    value = as_array(log_factor, name, "factor")
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise DTypeError(
-            "a factor is complex",
-            site=name,
-            source=_jax.current_line(),
-            expected="the logarithm of a positive number, which is real",
-            found=f"{value.dtype}",
-            fix="jnp.real(log_factor), if the imaginary part is meant to be dropped",
-        )
+    value = as_real(log_factor, "factor", name)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value = value.astype(float)
     site = new_site(name, spec=spec, dims=None, shape=value.shape)

@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 from ppleffects.effects import effect_primitive
 from ppleffects.errors import ShapeError
 from ppleffects.language import distribution as protocol
+from ppleffects.language.arguments import as_array
 from ppleffects.language.sample import bind_sample
-from ppleffects.language.site import SiteParams, activate, as_array, bind_params, checked_mask, new_site, through_lane
+from ppleffects.language.site import SiteParams, activate, bind_params, checked_mask, new_site, through_lane
 
 
 def observe(
@@ -52,7 +53,7 @@ def observe(
     """
     if value is None:
         return bind_sample(name, dist, dims=dims, spec=spec, mask=mask, predicted=True)
-    value = as_array(value, name, "observed value")
+    value = as_array(value, "observed value", name)
     site = new_site(name, spec=spec, dims=dims, shape=value.shape)
     arrays, structure = protocol.take_apart(dist, site.name, site.source)
     site = site.replace(event_dim=len(protocol.event_shape(dist)), structure=structure)

@@ -12,7 +12,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ppleffects.effects import Lane, _jax, mesh
-from ppleffects.errors import DTypeError, PPLError, ShapeError, SpecError
+from ppleffects.errors import PPLError, ShapeError, SpecError
+from ppleffects.language.arguments import as_booleans, as_names
 from ppleffects.language.distribution import Structure
 
 
@@ -123,6 +124,7 @@ def new_site(name: str, *, spec: PartitionSpec | None, dims: Sequence[str | None
 
     Raises:
         PPLError: the name is no string.
+        ValuesError: ``dims`` are no names.
         SpecError: ``spec`` is no partition spec or names an axis that is not manual here.
     """
     source = _jax.current_line()
@@ -135,9 +137,8 @@ def new_site(name: str, *, spec: PartitionSpec | None, dims: Sequence[str | None
             fix='the name comes first, as in ppl.sample("x", distribution)',
         )
     _check_spec(name, source, spec)
-    if dims is not None:
-        dims = (dims,) if isinstance(dims, str) else tuple(dims)
-    return SiteParams(name=name, source=source, spec=spec, dims=dims, **fields)
+    names = None if dims is None else as_names(dims, "dims=", name, optional=True)
+    return SiteParams(name=name, source=source, spec=spec, dims=names, **fields)
 
 
 def _check_spec(name: str, source: str, spec: PartitionSpec | None) -> None:
@@ -166,36 +167,16 @@ def _check_spec(name: str, source: str, spec: PartitionSpec | None) -> None:
         )
 
 
-def as_array(value: Any, name: str, what: str) -> Array:
-    """Returns what a site was given as an array.
-
-    Raises:
-        DTypeError: it is none.
-    """
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise DTypeError(
-            f"the {what} is no array of numbers",
-            site=name,
-            source=_jax.current_line(),
-            expected="a number, an array, or lists of numbers",
-            found=f"{type(value).__name__}",
-            fix="one site for each array",
-        ) from error
-
-
 def checked_mask(site: SiteParams, mask: Any) -> Array | None:
     """Returns a mask as booleans.
 
     Raises:
+        DTypeError: it is not boolean.
         ShapeError: it does not broadcast to the non-event axes of the site; it may never enlarge it.
     """
     if mask is None:
         return None
-    mask = jnp.asarray(mask, bool)
+    mask = as_booleans(mask, "mask", site.name)
     try:
         fits = jnp.broadcast_shapes(mask.shape, site.batch_shape) == site.batch_shape
     except ValueError:

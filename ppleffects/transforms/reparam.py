@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from numpyro.primitives import Messenger
 
 from ppleffects.effects import Lane, _jax, activated, tracing
-from ppleffects.errors import PPLError
+from ppleffects.errors import PPLError, ValuesError
 from ppleffects.interpretations.program import Program
 from ppleffects.language import SiteParams, deterministic_p, factor_p, sample_p
 from ppleffects.language import distribution as protocol
+from ppleffects.language.arguments import as_mapping
 from ppleffects.language.site import bind_params
 from ppleffects.transforms.rewrite import Model, check_names, rewrite
 
@@ -31,7 +32,7 @@ def reparam(model: Model, strategies: Mapping[str, Any]) -> Model:
             ``(name, dist, obs) -> (dist or None, value)`` that calls ``numpyro.sample``.
 
     Raises:
-        ValuesError: a name is none of the model's latents.
+        ValuesError: a name is none of the model's latents, or a strategy is no function.
         PPLError: a strategy needs something that a model does not have, such as a ``numpyro.param``.
 
     Example:
@@ -43,9 +44,20 @@ def reparam(model: Model, strategies: Mapping[str, Any]) -> Model:
         >>> sorted(ppl.simulate(ppl.reparam(model, {"x": LocScaleReparam(0.0)}))(0).latents)
         ['m', 'x_decentered']
     """
+    strategies = as_mapping(strategies, "the strategies of reparam")
 
     def check(program: Program) -> Mapping[str, Any]:
         check_names(program, list(strategies), ("sample",), "reparam")
+        for name, strategy in strategies.items():
+            if not callable(strategy):
+                raise ValuesError(
+                    "the strategy of this site is no function",
+                    site=name,
+                    source=program.named("sample")[name].site.source,
+                    expected="a strategy of numpyro.infer.reparam, or another callable (name, dist, obs)",
+                    found=f"{strategy!r}",
+                    fix="reparam(model, {'" + name + "': LocScaleReparam(0.0)})",
+                )
         return {}
 
     def rule(ctx, eqn, operands):

@@ -14,6 +14,7 @@ from ppleffects.errors import ShapeError
 from ppleffects.interpretations.layout import Occurrence
 from ppleffects.interpretations.program import Program
 from ppleffects.language import SiteParams, deterministic_p
+from ppleffects.language.arguments import as_booleans, as_names, as_real
 from ppleffects.transforms.rewrite import Model, check_names, rebind, rewrite
 
 KINDS = ("sample", "observe", "factor")
@@ -32,6 +33,7 @@ def scale(model: Model, factor: ArrayLike, *, sites: Sequence[str] | None = None
 
     Raises:
         ValuesError: ``sites`` names none of the model's.
+        DTypeError: ``factor`` is no array of real numbers.
         ShapeError: ``factor`` does not broadcast to a site.
 
     Example:
@@ -48,7 +50,7 @@ def scale(model: Model, factor: ArrayLike, *, sites: Sequence[str] | None = None
             return _combined(site, operands, at, weight, jnp.multiply)
         return site.with_operand(at, lanes=weight.ndim > 0).replace(scaled=True), _inserted(operands, at, weight)
 
-    return _weighted(model, jnp.asarray(factor), sites, "scale", combine)
+    return _weighted(model, as_real(factor, "scale"), sites, "scale", combine)
 
 
 def mask(model: Model, mask: ArrayLike, *, sites: Sequence[str] | None = None) -> Model:
@@ -61,6 +63,7 @@ def mask(model: Model, mask: ArrayLike, *, sites: Sequence[str] | None = None) -
 
     Raises:
         ValuesError: ``sites`` names none of the model's.
+        DTypeError: ``mask`` is not boolean.
         ShapeError: ``mask`` does not broadcast to a site.
 
     Example:
@@ -79,7 +82,7 @@ def mask(model: Model, mask: ArrayLike, *, sites: Sequence[str] | None = None) -
             return _combined(site, operands, at, keep, jnp.logical_and)
         return site.with_operand(at, lanes=keep.ndim > 0).replace(masked=True), _inserted(operands, at, keep)
 
-    return _weighted(model, jnp.asarray(mask, bool), sites, "mask", combine)
+    return _weighted(model, as_booleans(mask, "mask"), sites, "mask", combine)
 
 
 type Combine = Callable[[SiteParams, list[Any], Array], tuple[SiteParams, list[Any]]]
@@ -87,6 +90,7 @@ type Combine = Callable[[SiteParams, list[Any], Array], tuple[SiteParams, list[A
 
 def _weighted(model: Model, weight: Array, sites: Sequence[str] | None, what: str, combine: Combine) -> Model:
     """Gives the sites concerned one more operand, a scalar as it is, an array sliced as the values of sites are."""
+    sites = None if sites is None else as_names(sites, "sites=")
 
     def concerned(program: Program) -> dict[str, Occurrence]:
         if sites is not None:

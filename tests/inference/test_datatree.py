@@ -36,11 +36,11 @@ def test_dims_of_sites():
 
 def test_coords_must_fit():
     sites = {"a": site((3,), ("school",))}
-    check_coords(sites, {"school": "xyz"})
+    check_coords(sites, {"school": list("xyz")})
     with pytest.raises(SettingsError, match=r"(?s)'town', which no site has.*\['school'\].*dims= at the site"):
-        check_coords(sites, {"town": "xyz"})
+        check_coords(sites, {"town": list("xyz")})
     with pytest.raises(SettingsError, match=r"(?s)'school' have the wrong length.*3 values.*2"):
-        check_coords(sites, {"school": "xy"})
+        check_coords(sites, {"school": list("xy")})
 
 
 def test_constant_data_are_arrays_that_are_not_observed():

@@ -174,10 +174,10 @@ def test_latents_of_another_dtype_than_the_sampler():
 
 
 BAD_SETTINGS = {
-    "target_accept": (lambda: inference.NUTS(target_accept=1.0), "target_accept is a probability"),
-    "step_size": (lambda: inference.HMC(step_size=0.0), "step_size must be positive"),
-    "max_tree_depth": (lambda: inference.NUTS(max_tree_depth=0), "max_tree_depth must be at least 1"),
-    "trajectory_length": (lambda: inference.HMC(trajectory_length=-1.0), "positive length"),
+    "target_accept": (lambda: inference.NUTS(target_accept=1.0), "target_accept is out of its range"),
+    "step_size": (lambda: inference.HMC(step_size=0.0), "step_size is out of its range"),
+    "max_tree_depth": (lambda: inference.NUTS(max_tree_depth=0), "max_tree_depth is out of its range"),
+    "trajectory_length": (lambda: inference.HMC(trajectory_length=-1.0), "trajectory_length is out of its range"),
 }
 
 

@@ -325,12 +325,13 @@ def test_with_condition_and_do():
 @pytest.mark.parametrize("transform", [ppl.scale, ppl.mask], ids=["scale", "mask"])
 def test_refused(transform):
     what = transform.__name__
+    one = jnp.array(True) if transform is ppl.mask else jnp.array(1.0)
     with pytest.raises(ppl.errors.ValuesError, match=f"{what} names a site(.|\n)*did you mean 'y'"):
-        ppl.log_density(transform(model, 1.0, sites=["yy"]))({"x": 0.0})
+        ppl.log_density(transform(model, one, sites=["yy"]))({"x": 0.0})
     fits = f"the {what} does not fit the site"
     with pytest.raises(ppl.errors.ShapeError, match=f"{fits}(.|\n)*found: \\(6,\\)(.|\n)*sites="):
-        ppl.log_density(transform(model, jnp.ones(6)))({"x": 0.0})
+        ppl.log_density(transform(model, jnp.full(6, one)))({"x": 0.0})
     with pytest.raises(ppl.errors.ShapeError, match=f"{fits}(.|\n)*broadcasts to \\(6,\\)"):
-        ppl.log_density(transform(model, jnp.ones((6, 6)), sites=["y"]))({"x": 0.0})
+        ppl.log_density(transform(model, jnp.full((6, 6), one), sites=["y"]))({"x": 0.0})
     with pytest.raises(ppl.errors.ValuesError, match=f"site 'd' at .*{what} names a deterministic"):
-        ppl.log_density(transform(model, 1.0, sites=["d"]))({"x": 0.0})
+        ppl.log_density(transform(model, one, sites=["d"]))({"x": 0.0})
