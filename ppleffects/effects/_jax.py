@@ -595,8 +595,6 @@ def jit_options(eqn: JaxprEqn) -> tuple[Jaxpr, dict[str, Any]]:
         options["in_shardings"] = (UNSPECIFIED, *p["in_shardings"])
     if any(s is not UNSPECIFIED for s in p["out_shardings"]):
         options["out_shardings"] = (list(p["out_shardings"]), UNSPECIFIED)
-    if p["compiler_options_kvs"]:
-        options["compiler_options"] = dict(p["compiler_options_kvs"])
     return p["jaxpr"], options
 
 

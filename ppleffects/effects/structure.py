@@ -25,7 +25,7 @@ class _Same:
 
 
 def structure_of(jaxpr: Jaxpr) -> Any:
-    """Returns a hashable object that is equal for programs with equal equations, types, parameters and literals.
+    """Returns a hashable object that is equal for programs with equal equations, types, parameters, literals and named scopes.
 
     Constants are not part of it: they are data. Parameters that cannot be compared (a function, a rule for
     derivatives) are the same only if they are one object: a program is then compiled once too often, never once too
@@ -43,6 +43,7 @@ def structure_of(jaxpr: Jaxpr) -> Any:
         (
             eqn.primitive,
             _Same(eqn.ctx),
+            str(eqn.source_info.name_stack),
             tuple(map(name, eqn.invars)),
             tuple((name(v), v.aval) for v in eqn.outvars),
             tuple(sorted(((k, _parameter(v)) for k, v in eqn.params.items()), key=lambda item: item[0])),
@@ -57,7 +58,7 @@ def _array(value: Any) -> Any:
         value = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic):
         return (value.shape, str(value.dtype), value.tobytes())
-    return _parameter(value)
+    return _Same(value) if isinstance(value, jax.Array) else _parameter(value)
 
 
 def _parameter(value: Any) -> Any:
