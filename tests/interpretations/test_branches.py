@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import ppleffects as ppl
-from ppleffects.errors import UnsupportedPrimitiveError
+from ppleffects.errors import ShapeError, UnsupportedPrimitiveError
 
 LOG_2PI = np.log(2 * np.pi)
 STANDARD = dist.Normal(0.0, 1.0)
@@ -228,3 +228,70 @@ def test_while_refuses_values(kind):
     for interpret in (ppl.sites(model), lambda: ppl.log_density(model)({"x": 0.0}), lambda: ppl.simulate(model)(0)):
         with pytest.raises(UnsupportedPrimitiveError, match=rf"site 'x' at .*: a {kind} site inside(.|\n)*lax.scan"):
             interpret()
+
+
+@pytest.mark.parametrize("interpret", ["simulate", "evaluate"])
+def test_while_keeps_no_record(interpret):
+    """The number of iterations, and so the shape of the record, is unknown."""
+
+    def model(n):
+        def body(c):
+            ppl.observe("y", STANDARD, 1.0 * c)
+            return c + 1
+
+        return lax.while_loop(lambda c: c < n, body, 0)
+
+    run = {"simulate": lambda n: ppl.simulate(model)(0, n), "evaluate": lambda n: ppl.evaluate(model)({}, n)}[interpret]
+    line = model.__code__.co_firstlineno + 2
+    match = rf"site 'y' at test_branches.py:{line}: .*cannot be recorded(.|\n)*fix: use ppl.log_density"
+    with pytest.raises(UnsupportedPrimitiveError, match=match):
+        run(jnp.array(3))
+
+
+def test_while_that_writes_nothing_may_stand_beside_records():
+    def model(n):
+        ppl.observe("y", STANDARD, 2.0)
+        lax.while_loop(lambda c: c < n, lambda c: (ppl.factor("f", 1.0), c + 1)[1], 0)
+
+    trace = ppl.simulate(model)(0, jnp.array(3))
+    np.testing.assert_allclose(trace.log_prob, normal(2.0) + 3.0)
+    assert list(trace.log_probs) == ["y"]
+
+
+def test_records_of_different_shapes_are_refused():
+    def model(p):
+        lax.cond(
+            p,
+            lambda: ppl.observe("y", STANDARD, jnp.zeros(3)).sum(),
+            lambda: ppl.observe("y", STANDARD, jnp.ones(2)).sum(),
+        )
+
+    with pytest.raises(ShapeError, match=r"site 'y' at test_branches.py:\d+: (.|\n)*one shape (.|\n)*\[2\].*\[3\]"):
+        ppl.simulate(model)(0, jnp.array(True))
+
+
+def test_lanes_take_their_own_branch_of_a_branch():
+    """Two conds, one in the other: a site in the inner one is reached where both say so; deterministics too."""
+
+    def model(ps, qs):
+        def lane(p, q):
+            def outer():
+                x = ppl.sample("x", STANDARD)
+                lax.cond(q, lambda: ppl.observe("y", dist.Normal(x, 1.0), 2.0), lambda: ppl.deterministic("d", 3 * x))
+
+            lax.cond(p, outer, lambda: ppl.factor("f", 5.0))
+
+        jax.vmap(lane)(ps, qs)
+
+    ps, qs = jnp.array([True, True, False, False]), jnp.array([True, False, True, False])
+    x = jnp.array([0.5, -1.0, 7.0, 8.0])
+    expected = normal([0.5, -1.0]) + normal(2.0 - 0.5) + 2 * 5.0
+    np.testing.assert_allclose(ppl.log_density(model)({"x": x}, ps, qs), expected)
+    slope = jax.grad(ppl.log_density(model))({"x": x}, ps, qs)["x"]
+    np.testing.assert_allclose(slope, [-0.5 + (2.0 - 0.5), 1.0, 0.0, 0.0])
+    trace = ppl.evaluate(model)({"x": x}, ps, qs)
+    np.testing.assert_array_equal(trace.active["x"], ps)
+    np.testing.assert_array_equal(trace.active["y"], ps & qs)
+    np.testing.assert_array_equal(trace.active["d"], ps & ~qs)
+    np.testing.assert_allclose(trace.values["d"], [np.nan, -3.0, np.nan, np.nan])
+    np.testing.assert_allclose(trace.log_prob, expected)

@@ -279,3 +279,35 @@ def test_lanes_on_a_mesh_axis_are_right_or_refused():
         except ppl.errors.PPLError:
             continue
         np.testing.assert_allclose(found, expected)
+
+
+def test_one_value_for_all_cannot_stand_where_some_shards_do_not_come(mesh_data):
+    """A predicate that varies reaches some shards; a site that is the same on all would be there and not there."""
+
+    def branch(site):
+        def model(x):
+            run(mesh_data, lambda x: lax.cond(x[0] > 0, lambda: (site(), None)[1], lambda: None), x)
+
+        return model
+
+    x = jnp.array([1.0, -1.0, 2.0, -2.0])
+    for site in (
+        lambda: ppl.sample("z", STANDARD, spec=P()),
+        lambda: ppl.sample("z", STANDARD),
+        lambda: ppl.observe("z", STANDARD, 0.5, spec=P()),
+        lambda: ppl.factor("z", 1.0, spec=P()),
+    ):
+        match = r"site 'z' at .*: the site stands in a branch .*'data'(.|\n)*fix: spec=P\(.data"
+        with pytest.raises(SpecError, match=match):
+            ppl.sites(branch(site))(x)
+    pieces = branch(lambda: ppl.factor("z", 1.0))
+    assert float(ppl.log_density(pieces)({}, x)) == 2.0
+
+
+def test_a_spec_names_axes_that_the_piece_has(mesh_data):
+    def model(x):
+        run(mesh_data, lambda x: ppl.sample("z", dist.Normal(x.sum(), 1.0), spec=P(None, "data")), x)
+
+    match = r"site 'z' at .*: spec= shards axis 1 of a site whose piece has 0 non-event axes(.|\n)*fix: spec=P"
+    with pytest.raises(SpecError, match=match):
+        ppl.sites(model)(jnp.zeros(4))

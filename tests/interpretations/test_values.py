@@ -10,6 +10,7 @@ import pytest
 
 import ppleffects as ppl
 from ppleffects.errors import DTypeError, ShapeError, ValuesError
+from ppleffects.interpretations.program import bind_arguments
 
 
 def model(y):
@@ -140,3 +141,25 @@ def test_observed_data_that_do_not_fit():
     np.testing.assert_allclose(ppl.log_density(regression)({}, jnp.zeros(3), jnp.zeros((2, 3))), 6 * n.log_prob(0.0))
     with pytest.raises(ShapeError, match="site 'p' at "):
         ppl.log_density(lambda: ppl.observe("p", dist.Dirichlet(jnp.ones(3)), jnp.ones(2) / 2))({})
+
+
+def test_values_that_are_no_dict_or_no_numbers():
+    with pytest.raises(ValuesError, match=r"dict(.|\n)*found: list(.|\n)*fix: "):
+        ppl.log_density(model)([0.5], Y)
+    with pytest.raises(DTypeError, match=r"site 'mu' at .*no array of numbers(.|\n)*expected: (.|\n)*fix: "):
+        ppl.log_density(model)({**GOOD, "mu": "a half"}, Y)
+
+
+def test_a_position_that_lacks_a_latent():
+    def pair():
+        ppl.sample("a", dist.Normal(0.0, 1.0))
+        ppl.sample("b", dist.HalfNormal(1.0))
+
+    with pytest.raises(ppl.errors.PPLError, match=r"site 'b' at test_values.py(.|\n)*Target.init"):
+        ppl.target(pair)().log_density({"a": 0.0})
+
+
+def test_arguments_by_name_as_far_as_the_signature_is_known():
+    assert bind_arguments(lambda x, *rest, y=1: None, (1, 2), {"y": 3}) == {"x": 1, "rest": (2,), "y": 3}
+    assert bind_arguments(lambda x: None, (1, 2), {"y": 3}) == {"y": 3}
+    assert bind_arguments(max, (1, 2), {"key": None}) == {"key": None}  # which has no signature

@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import ppleffects as ppl
-from ppleffects.errors import PPLError, UnhandledEffectError
+from ppleffects.errors import DTypeError, PPLError, UnhandledEffectError
 
 
 def sampling(x):
@@ -148,3 +148,18 @@ def test_observe_returns_the_value_and_none_makes_a_latent():
     assert list(trace.latents) == ["y"]
     assert float(trace.retval) == float(trace.values["y"])
     assert float(ppl.log_density(model)({"y": 2.0}, None)) == float(ppl.log_density(model)({}, 2.0))
+
+
+NOT_NUMBERS = {
+    "a factor": (lambda: ppl.factor("x", object()), "found: object"),
+    "a deterministic": (lambda: ppl.deterministic("x", "text"), "found: str"),
+    "an observation": (lambda: ppl.observe("x", dist.Normal(0.0, 1.0), [[1.0], [2.0, 3.0]]), "found: list"),
+    "a complex factor": (lambda: ppl.factor("x", 1.0 + 2.0j), "found: complex"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_NUMBERS)
+def test_what_is_not_real_is_refused(case):
+    model, found = NOT_NUMBERS[case]
+    with pytest.raises(DTypeError, match=rf"site 'x' at test_sites_outside.py:\d+: (.|\n)*{found}(.|\n)*fix: "):
+        ppl.simulate(model)(0)
