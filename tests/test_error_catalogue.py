@@ -176,6 +176,7 @@ def test_message_says_where_and_what_to_do(entry):
     assert found is not None
     text, site = str(found.error), found.error.site
     assert [row for row in ("expected", "found", "fix") if f"\n  {row}: " not in text] == []
+    assert not re.search(r"unknown line|before\.py|<string>", text)
     absent = re.search(r"has no latent of this name|names a site that .* does not have", text)
     if site is not None and not absent:
         lines = [int(line) for line in re.findall(rf"\b{re.escape(FILE)}:(\d+)", text)]

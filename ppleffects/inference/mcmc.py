@@ -18,7 +18,7 @@ from ppleffects.inference.datatree import check_coords, constant_data, to_datatr
 from ppleffects.inference.kernel import Kernel
 from ppleffects.inference.layout import trace
 from ppleffects.inference.nuts import NUTS
-from ppleffects.inference.options import Options, check_objects
+from ppleffects.inference.options import Options
 from ppleffects.inference.report import Report
 from ppleffects.inference.run import Run
 from ppleffects.inference.target import target as make_target
@@ -81,7 +81,7 @@ def mcmc(
         diagnostics, and whether the run is complete: Ctrl-C ends it early and returns the draws so far.
 
     Raises:
-        SettingsError: a setting is out of its range or names nothing.
+        SettingsError, ValuesError: a setting is out of its range, of another kind, or names nothing.
         DiscreteLatentError: a latent site is discrete.
         MeshError: the model names a mesh of other axes than the run's.
         NoValidStartError: no start with a finite density and gradient was found.
@@ -89,8 +89,8 @@ def mcmc(
     Warns:
         DiagnosticsWarning: the diagnostics say that the draws should not be trusted.
     """
-    check_objects(kernel, mesh)
-    options = Options(num_warmup, num_samples, num_chains, thinning, keep, groups, chunk_size, init, checkpoint)
+    given = Options(num_warmup, num_samples, num_chains, thinning, keep, groups, chunk_size, init, checkpoint)
+    options = given.checked(kernel, mesh)
 
     def run(key: Any, /, *args: Any, **kwargs: Any) -> xarray.DataTree:
         typed_key = as_key(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +37,17 @@ class Options:
     init: Mapping[str, Any] | None
     checkpoint: Any
 
-    def __post_init__(self):
-        """Raise where a setting makes no sense by itself.
+    def checked(self, kernel: Any, mesh: Any) -> Options:
+        """These settings, if they make sense by themselves and with a kernel and a mesh.
 
         Raises:
-            SettingsError: a number is out of its range, or a group is unknown.
+            SettingsError: a number is out of its range, a group is unknown, or the kernel or mesh is none.
             ValuesError: ``keep`` or ``groups`` are no names.
             NotAvailableError: ``checkpoint`` is given.
         """
+        _check_objects(kernel, mesh)
         check_numbers(self)
-        object.__setattr__(self, "keep", None if self.keep is None else as_names(self.keep, "keep="))
-        object.__setattr__(self, "groups", as_names(self.groups, "groups="))
+        keep, groups = None if self.keep is None else as_names(self.keep, "keep="), as_names(self.groups, "groups=")
         if self.num_samples < self.thinning:
             raise SettingsError(
                 "thinning leaves no draw",
@@ -54,7 +55,7 @@ class Options:
                 found=f"thinning={self.thinning}, num_samples={self.num_samples}",
                 fix="ask for more samples: num_samples // thinning are kept",
             )
-        unknown = [group for group in self.groups if group not in GROUPS]
+        unknown = [group for group in groups if group not in GROUPS]
         if unknown:
             raise SettingsError(
                 "groups= names an unknown group",
@@ -69,6 +70,7 @@ class Options:
                 found=f"checkpoint={self.checkpoint!r}",
                 fix="leave checkpoint= out; Ctrl-C returns the draws so far",
             )
+        return dataclasses.replace(self, keep=keep, groups=groups)
 
     def plan(self, target: Any) -> Plan:
         """What the chunk program is compiled for.
@@ -132,12 +134,7 @@ class Options:
         return given, set(given) == set(latents)
 
 
-def check_objects(kernel: Any, mesh: Any) -> None:
-    """Raise where a sampler or a mesh is none.
-
-    Raises:
-        SettingsError: so it is.
-    """
+def _check_objects(kernel: Any, mesh: Any) -> None:
     members = ("state_axes", "settings", "check", "init", "step")
     if isinstance(kernel, type) or not all(hasattr(kernel, member) for member in members):
         raise SettingsError(

@@ -71,7 +71,7 @@ def checked_values(
         ShapeError: a value has another shape than its site.
         DTypeError: a cast to the site's dtype would lose.
     """
-    values = as_mapping(values, "values, which come before the model's own arguments")
+    values = as_mapping(values, "values")
     latents = program.named(*kinds)
     for name in values:
         if name not in latents:

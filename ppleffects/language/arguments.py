@@ -110,19 +110,19 @@ def as_mapping(value: Any, what: str) -> Mapping[str, Any]:
     """
     if not isinstance(value, Mapping):
         raise ValuesError(
-            f"{what}: this is no dict",
+            f"{what} must be a dict",
             source=_jax.current_line(),
-            expected="a dict by name",
+            expected="a dict from names",
             found=f"{type(value).__name__}",
-            fix='write {"x": ...}, with the name of a site or dimension for x',
+            fix='write {"x": ...}',
         )
     for name in value:
         if not isinstance(name, str):
             raise ValuesError(
-                f"{what}: a key is no name",
+                f"{what} must be a dict whose keys are names",
                 source=_jax.current_line(),
                 expected="strings",
                 found=f"{name!r}",
-                fix='write {"x": ...}, with the name of a site or dimension for x',
+                fix='write {"x": ...}',
             )
     return value

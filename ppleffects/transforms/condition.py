@@ -8,6 +8,7 @@ from typing import Any
 
 from ppleffects.interpretations.run import checked_values
 from ppleffects.language import deterministic_p, observe_p, sample_p
+from ppleffects.language.arguments import as_mapping
 from ppleffects.transforms.rewrite import Model, rebind, rewrite, typed_like
 
 
@@ -32,6 +33,7 @@ def condition(model: Model, values: Mapping[str, Any]) -> Model:
         >>> list(ppl.simulate(ppl.condition(model, {"y": 3.0}))(0).latents)
         ['x']
     """
+    values = as_mapping(values, "values")
 
     def rule(ctx, eqn, operands):
         site = eqn.params["site"]
@@ -66,6 +68,7 @@ def do(model: Model, values: Mapping[str, Any]) -> Model:
         >>> round(float(ppl.log_density(ppl.do(model, {"x": 2.0}))({"y": 2.0})), 4)
         -0.9189
     """
+    values = as_mapping(values, "values")
 
     def rule(ctx, eqn, operands):
         site = eqn.params["site"]

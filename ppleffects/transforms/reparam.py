@@ -44,7 +44,7 @@ def reparam(model: Model, strategies: Mapping[str, Any]) -> Model:
         >>> sorted(ppl.simulate(ppl.reparam(model, {"x": LocScaleReparam(0.0)}))(0).latents)
         ['m', 'x_decentered']
     """
-    strategies = as_mapping(strategies, "the strategies of reparam")
+    strategies = as_mapping(strategies, "strategies")
 
     def check(program: Program) -> Mapping[str, Any]:
         check_names(program, list(strategies), ("sample",), "reparam")
