@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 from ppleffects.effects import (
     Dispatcher,
@@ -16,6 +17,7 @@ from ppleffects.effects import (
     default_dispatcher,
     default_handlers,
     reinterpret,
+    structure_of,
 )
 from ppleffects.errors import UnsupportedPrimitiveError
 from tests.effects.test_handlers import equations, find
@@ -226,3 +228,61 @@ def test_reinterpret_under_jit_vmap_and_grad_outside():
         return tally_of(fn, x)[1]
 
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(jnp.arange(3.0)), [0, 2, 4])
+
+
+def test_the_effect_shows_in_a_jaxpr():
+    assert str(jax.make_jaxpr(lambda: tally(1.0))().effects) == "{Interpreted}"
+
+
+def test_a_function_that_cannot_be_traced_is_left_to_its_derivative_rule():
+    """Under a derivative JAX runs the rule alone; the search for effects in the body, which fails, is silent."""
+
+    @jax.custom_jvp
+    def concrete(x):
+        return x if float(x) > 0 else -x
+
+    concrete.defjvp(lambda primals, tangents: (jnp.abs(primals[0]), 5.0 * tangents[0]))
+
+    def fn(x):
+        tally(jax.grad(concrete)(x))
+        return x
+
+    assert float(tally_of(fn, -2.0)[1]) == 5.0
+
+
+configured_p = Primitive("configured")
+configured_p.def_abstract_eval(lambda x, **_: x)
+
+PARAMETERS = {  # each is made anew when it is called, and differs from all others
+    "tuple": lambda: (1, 2.0),
+    "tuple of other values": lambda: (1, 2),
+    "a shape": lambda: jax.ShapeDtypeStruct((2,), float),
+    "one": lambda: 1,
+    "one point": lambda: 1.0,
+    "true": lambda: True,
+    "zero": lambda: 0.0,
+    "minus zero": lambda: -0.0,
+    "nan": lambda: float("nan"),
+    "imaginary": lambda: 1j,
+    "text": lambda: "text",
+    "none": lambda: None,
+    "a class": lambda: float,
+}
+
+
+def structure_with(parameter):
+    traced = jax.make_jaxpr(lambda x: configured_p.bind(x, parameter=parameter))(1.0)
+    return structure_of(getattr(traced, "jaxpr", traced))
+
+
+def test_programs_are_told_apart_by_parameters_of_every_kind():
+    found = {name: structure_with(make()) for name, make in PARAMETERS.items()}
+    for name, make in PARAMETERS.items():
+        assert [other for other, structure in found.items() if structure == structure_with(make())] == [name]
+        assert hash(found[name]) == hash(structure_with(make()))
+
+
+def test_functions_as_parameters_equal_themselves_alone():
+    one, other = (lambda x: x for _ in range(2))
+    assert structure_with(one) == structure_with(one)
+    assert structure_with(one) != structure_with(other)

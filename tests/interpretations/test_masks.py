@@ -1,5 +1,7 @@
 """Masks: a masked entry counts nothing, and neither its value nor its parameters spoil the others."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +247,13 @@ SHARED = {
         jnp.ones((2, 2)),
     ),
     "event": (lambda r: dist.Normal(r, 1.0).to_event(1).expand((2,)), (R,), jnp.ones((2, 2))),
+    "one component for all": (
+        lambda w, r: dist.MixtureSameFamily(
+            dist.Categorical(probs=jnp.stack([w, w[::-1]])), dist.Normal(r.reshape(1, 2), 1.0)
+        ),
+        (W, R),
+        jnp.array([0.1, 0.2]),
+    ),
     "categories": (lambda p: dist.Categorical(probs=p).expand((2,)), (W,), jnp.array([0, 1])),
 }
 
@@ -261,3 +270,46 @@ def test_shared_parameters_are_no_rows(case):
 
     found, expected = jax.value_and_grad(ours)(parameters), jax.value_and_grad(plain)(parameters)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shifted:
+    """A user's own distribution, of whose parameters nothing is known."""
+
+    loc: jax.Array
+    event_shape = ()
+    support = dist.constraints.real
+
+    @property
+    def batch_shape(self):
+        return jnp.shape(self.loc)
+
+    def sample(self, key, sample_shape=()):
+        return self.loc + jax.random.normal(key, (*sample_shape, *self.batch_shape))
+
+    def log_prob(self, value):
+        return -0.5 * (value - self.loc) ** 2
+
+
+def test_masked_values_of_a_users_own_distribution_may_be_nan():
+    def density(loc, y):
+        return ppl.log_density(lambda: ppl.observe("y", Shifted(loc), y, mask=KEEP))({})
+
+    loc, y = jnp.arange(4.0), jnp.ones(4)
+    value, slope = jax.value_and_grad(density)(loc, spoiled(y))
+    np.testing.assert_allclose(value, -0.5 * jnp.sum((y - loc)[KEEP] ** 2))
+    np.testing.assert_allclose(slope, jnp.where(KEEP, y - loc, 0.0))
+
+
+def test_masked_values_of_independent_tfp_distributions_may_be_nan():
+    tfd = pytest.importorskip("tensorflow_probability.substrates.jax").distributions
+
+    def density(loc, y):
+        d = tfd.Independent(tfd.Normal(loc, 1.0), reinterpreted_batch_ndims=1)
+        return ppl.log_density(lambda: ppl.observe("y", d, y, mask=KEEP))({})
+
+    loc, y = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 2))
+    value, slope = jax.value_and_grad(density)(loc, jnp.where(KEEP[:, None], y, jnp.nan))
+    np.testing.assert_allclose(value, dist.Normal(loc, 1.0).log_prob(y)[KEEP].sum())
+    np.testing.assert_allclose(slope, jnp.where(KEEP[:, None], y - loc, 0.0))

@@ -160,6 +160,7 @@ def test_sites_print_as_a_table(mesh_data):
             lambda y: (ppl.observe("y", STANDARD, y), None)[1], mesh=mesh_data, in_specs=P("data"), out_specs=None
         )(y)
         ppl.factor("f", y.sum())
+        ppl.sample("e", dist.Normal(jnp.zeros(3), 1.0).to_event(1))
 
     sites = ppl.sites(model)(jnp.zeros(8))
     rows = [re.split(r"\s{2,}", line) for line in repr(sites).splitlines()]
@@ -171,5 +172,6 @@ def test_sites_print_as_a_table(mesh_data):
     assert rows[3][:5] == ["y", "observe", "Normal", "(8,)", "real"]
     assert rows[3][5:] == ["data", str(P("data")), "shard_map[data: 4]", f"test_render.py:{first + 4}"]
     assert rows[4] == ["f", "factor", "()", f"test_render.py:{first + 6}"]
+    assert rows[5] == ["e", "sample", "Independent", "(3,)", "real", f"test_render.py:{first + 7}"]
     assert not sites["p"].is_discrete
     assert ppl.sites(lambda: ppl.sample("k", dist.Poisson(2.0)))()["k"].is_discrete

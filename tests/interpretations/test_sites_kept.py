@@ -143,6 +143,20 @@ def test_a_duplicate_by_two_calls_of_a_cached_function_names_the_calls():
         ppl.sites(model)()
 
 
+def test_a_duplicate_by_two_calls_within_one_function_names_the_calls():
+    def model():
+        @jax.jit
+        def outer():
+            cached_checkpoint(0.0)
+            cached_checkpoint(1.0)
+
+        outer()
+
+    line = model.__code__.co_firstlineno
+    with pytest.raises(DuplicateSiteError, match=rf"py:{line + 3} and .*py:{line + 4}"):
+        ppl.sites(model)()
+
+
 def test_one_line_traced_twice_says_what_to_write():
     def looped():
         for _ in range(2):

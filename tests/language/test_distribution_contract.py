@@ -146,6 +146,10 @@ APART = {  # parameters that NumPyro keeps in the static half of the tree
     "Multinomial": (lambda n: dist.Multinomial(n, probs=jnp.array([0.3, 0.7])), jnp.array([[1, 2], [2, 2]])),
     "DirichletMultinomial": (lambda n: dist.DirichletMultinomial(jnp.ones(2), n), jnp.array([[1, 2], [2, 2]])),
     "Masked": (lambda n: dist.Poisson(2.0).expand((2,)).mask(n > 3), jnp.array([1, 2])),
+    "within another": (
+        lambda n: dist.Multinomial(n, probs=jnp.array([0.3, 0.7])).to_event(1),
+        jnp.array([[1, 2], [2, 2]]),
+    ),
     "CAR": (
         lambda n: dist.CAR(0.0, 0.5, 1.0, jnp.eye(2)[::-1] * (n[0] - 2)),
         jnp.array([0.5, 1.0]),

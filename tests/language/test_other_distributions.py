@@ -213,3 +213,34 @@ def test_hashable_leaves_that_are_no_numbers_stay_as_they_are():
     trace = ppl.simulate(lambda: ppl.sample("x", Tagged(2.0, frozenset("ab"))))(0)
     assert 2.0 <= trace.values["x"] <= 3.0
     assert trace.log_prob == -2.0
+
+
+def test_leaves_that_are_neither_arrays_nor_hashable():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Tagged:
+        tags: set
+        batch_shape = event_shape = ()
+        sample = log_prob = lambda self, *_: 0.0
+
+    match = r"site 'x' at test_other_distributions.py:\d+: .*neither an array nor hashable"
+    with pytest.raises(DistributionError, match=match):
+        ppl.simulate(lambda: ppl.sample("x", Tagged({"a"})))(0)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_without_a_support_the_dtype_says_whether_it_is_discrete(kind):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Unbounded:
+        rate: float
+        batch_shape = event_shape = ()
+        dtype = jnp.result_type(kind)
+
+        def sample(self, key, sample_shape=()):
+            return jnp.zeros(sample_shape, self.dtype)
+
+        def log_prob(self, value):
+            return -self.rate * value
+
+    assert ppl.sites(lambda: ppl.sample("x", Unbounded(2.0)))()["x"].is_discrete is (kind is int)
