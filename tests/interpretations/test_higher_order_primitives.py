@@ -331,8 +331,9 @@ WRAPS = {
 def test_a_site_in_its_body_is_refused(primitive, number, wrap):
     model = WRAPS[wrap](lambda: REFUSED[primitive][number](site))
     match = rf"site 'z' at test_higher_order_primitives.py:{SITE_LINE}: .*\b{re.escape(primitive)}\b"
-    with pytest.raises(UnsupportedPrimitiveError, match=match):
-        ppl.simulate(model)(0)
+    for run in (ppl.sites(model), lambda: ppl.simulate(model)(0), lambda: ppl.log_density(model)({"z": DRAWN})):
+        with pytest.raises(UnsupportedPrimitiveError, match=match):
+            run()
 
 
 DERIVATIVES = {

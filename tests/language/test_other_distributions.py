@@ -31,6 +31,7 @@ TFP = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # by TFP's Poisson, if there are none
 @pytest.mark.parametrize("name", sorted(TFP))
 def test_tfp_draws_and_densities(tfd, name):
     def model(r, v):
