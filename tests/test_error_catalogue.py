@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 import pytest
 
 import ppleffects
 from ppleffects import errors
+
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 4, reason="the page's mesh has four devices: set PPLEFFECTS_TEST_DEVICES=4"
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 PACKAGE = Path(ppleffects.__file__).resolve().parent
@@ -28,7 +33,6 @@ FILE = "model.py"  # what the programs of the page are called, in messages
 
 # What makes an exception and has no entry: why.
 NOT_ON_THE_PAGE = {
-    "effects._jax._refuse_lane_cond": "has no line to name: a cond under vmap, outside of an interpretation",
     "effects._jax.bind_rules.fwd": "what JAX raises, for forward mode through a custom_vjp function",
     "effects.context.Part.enter": "an abstract method",
     "effects.context.Part.inside": "an abstract method",
@@ -37,6 +41,9 @@ NOT_ON_THE_PAGE = {
     "inference.kernel.Hamiltonian._transition": "an abstract method",
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
     "interop.tfp.__getattr__: AttributeError": "what Python asks of a module that does not have a name",
+    "interpretations.rules._drawn: PPLError": "an invariant: values or a key are given, and values are checked first",
+    "language.distribution.bijector: NotImplementedError": "becomes a DistributionError where the site is known",
+    "language.distribution.feasible: NotImplementedError": "becomes a DistributionError where the site is known",
     "language.site.SiteParams.distribution": "an invariant: handlers ask only sites that have a distribution",
 }
 

@@ -306,14 +306,18 @@ def _batch_lane_cond(axis_data, args, dims, *, branches, shared):
     return outs, [0] * len(outs)
 
 
-def _refuse_lane_cond(*_, branches, **__):
-    raise NotImplementedError("a cond under vmap that holds an effect ran outside of an interpretation")
+def refuse_lane_cond(unhandled: Callable[..., Exception]) -> None:
+    """Makes a cond of lanes fail outside of an interpretation, with an error from its parameters."""
+
+    def run(*_, **params):
+        raise unhandled(**params)
+
+    lane_cond_p.def_impl(run)
+    mlir.register_lowering(lane_cond_p, run)
 
 
 lane_cond_p.multiple_results = True
 lane_cond_p.def_effectful_abstract_eval(lambda *_, branches, **__: (branches[0].out_avals, {interpreted_effect}))
-lane_cond_p.def_impl(_refuse_lane_cond)
-mlir.register_lowering(lane_cond_p, _refuse_lane_cond)
 batching.fancy_primitive_batchers[lane_cond_p] = _batch_lane_cond
 CONTROL_FLOW["lane_cond"] = lane_cond_p
 

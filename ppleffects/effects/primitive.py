@@ -54,15 +54,7 @@ def effect_primitive(
     primitive = Primitive(name)
 
     def unhandled(**params):
-        return UnhandledEffectError(
-            f"'{name}' ran outside of an interpretation, where it means nothing",
-            site=params.get("name"),
-            source=params.get("source"),
-            expected="an interpretation around the function that holds it",
-            found="a call of the function by itself",
-            fix="pass the function that holds it to an interpretation (for a model: ppl.simulate(model)(key), "
-            "ppl.log_density(model)(values) ...) instead of calling it",
-        )
+        return _unhandled_error(name, params)
 
     def refuse_lane(**params):
         return UnsupportedPrimitiveError(
@@ -77,6 +69,24 @@ def effect_primitive(
     _jax.register_effect_rules(primitive, abstract_eval, batch, unhandled, refuse_lane)
     ACTIVATE[primitive] = activate
     return primitive
+
+
+def _unhandled_error(primitive: str, params: dict[str, Any]) -> Exception:
+    return UnhandledEffectError(
+        f"'{primitive}' ran outside of an interpretation, where it means nothing",
+        site=params.get("name"),
+        source=params.get("source"),
+        expected="an interpretation around the function that holds it",
+        found="a call of the function by itself",
+        fix="pass the function that holds it to an interpretation (for a model: ppl.simulate(model)(key), "
+        "ppl.log_density(model)(values) ...) instead of calling it",
+    )
+
+
+def _unhandled_lane_cond(**params: Any) -> Exception:
+    found = (first_effect(body) for body in _jax.jaxprs_in(params))
+    site = next(eqn for eqn in found if eqn is not None)
+    return _unhandled_error(str(site.primitive), site.params)
 
 
 def _first_site(params: dict[str, Any]) -> dict[str, Any]:
@@ -112,3 +122,4 @@ def _derivative_error(primitive: Primitive, params: dict[str, Any]) -> Exception
 
 _jax.refuse_derivatives(_derivative_error)
 _jax.refuse_custom_vmap(_batching_error)
+_jax.refuse_lane_cond(_unhandled_lane_cond)

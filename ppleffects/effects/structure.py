@@ -25,7 +25,7 @@ class _Same:
 
 
 def structure_of(jaxpr: Jaxpr) -> Any:
-    """Returns a hashable object that is equal for programs with equal equations, types, parameters, literals and named scopes.
+    """Returns a hashable object that is equal for programs of equal equations, types, parameters, literals and scopes.
 
     Constants are not part of it: they are data. Parameters that cannot be compared (a function, a rule for
     derivatives) are the same only if they are one object: a program is then compiled once too often, never once too

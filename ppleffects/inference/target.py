@@ -59,12 +59,12 @@ class Target:
 
     def log_density(self, u: Unconstrained) -> Array:
         """Returns ``log p(u)``, a scalar."""
-        _, ctx = run(self.model, u, record=False, reading=Reading(unconstrained=True))
+        _, ctx = run(self.model, self._checked(u), record=False, reading=Reading(unconstrained=True))
         return ctx.totals.total()
 
     def constrain(self, u: Unconstrained) -> dict[str, Array]:
         """Returns the values of latents and deterministics at ``u``."""
-        _, ctx = run(self.model, u, reading=Reading(unconstrained=True))
+        _, ctx = run(self.model, self._checked(u), reading=Reading(unconstrained=True))
         kinds = self.program.named("sample", "deterministic")
         return {name: r.value for name, r in ctx.entries.items() if name in kinds}
 
@@ -77,7 +77,7 @@ class Target:
 
     def log_probs(self, u: Unconstrained) -> dict[str, Array]:
         """Returns the pointwise log densities of all sites at ``u``, without log-determinants."""
-        _, ctx = run(self.model, u, reading=Reading(unconstrained=True))
+        _, ctx = run(self.model, self._checked(u), reading=Reading(unconstrained=True))
         return {name: r.log_prob for name, r in ctx.entries.items() if r.log_prob is not None}
 
     def init(self, key: Any, radius: float = 2.0) -> Unconstrained:
@@ -102,6 +102,15 @@ class Target:
 
         shapes = jax.eval_shape(invert, self.model, values)
         return {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in shapes.items()}
+
+    def _checked(self, u: Unconstrained) -> Unconstrained:
+        """A position as the program takes it.
+
+        Raises:
+            ValuesError, ShapeError, DTypeError: see ``checked_values``.
+        """
+        shapes = {name: type_.shape for name, type_ in self.position_type.items()}
+        return checked_values(self.program, u, unconstrained=shapes)
 
     def observed(self) -> dict[str, Array]:
         """Returns the observed values by name."""

@@ -193,7 +193,7 @@ def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
             fix="Target.init(key) draws a position, Target.unconstrain(values) makes one from values",
         )
     try:
-        return draw(ctx.draws, site, operands.arrays, axes)
+        value = draw(ctx.draws, site, operands.arrays, axes)
     except NotImplementedError as error:
         raise DistributionError(
             "the distribution cannot be drawn from",
@@ -203,6 +203,22 @@ def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
             found=type(site.distribution(operands.arrays)).__name__,
             fix="give the site a value (ppl.evaluate, ppl.condition), or use a distribution with a sampler",
         ) from error
+    if value.shape != site.full_shape:
+        raise _wrong_shape("sample", operands, value.shape, site.full_shape)
+    return value
+
+
+def _wrong_shape(method: str, operands: _Operands, found: Any, expected: Any) -> DistributionError:
+    site = operands.site
+    count = len(site.lanes)
+    return DistributionError(
+        f"{method} of the distribution returns an array of the wrong shape",
+        site=site.name,
+        source=site.source,
+        expected=f"{tuple(expected[count:])}, by its batch_shape and event_shape",
+        found=f"{tuple(found[count:])} from {type(site.distribution(operands.arrays)).__name__}.{method}",
+        fix="one entry for each event (log_prob), or batch axes and event axes (sample)",
+    )
 
 
 def _observe(interpreter, ctx: Context, eqn, invals) -> HandlerResult[Context]:
@@ -255,8 +271,20 @@ def _log_prob(operands: _Operands, value: Array, *, inside: bool = False) -> Arr
         for i, lane in enumerate(site.lanes)
     )
     density = _density(site.structure, site.event_dim, lanes, inside)
-    result = density(*operands.arrays, value, *(k for k, _ in keeps))
+    try:
+        result = density(*operands.arrays, value, *(k for k, _ in keeps))
+    except NotImplementedError as error:
+        raise DistributionError(
+            "mask=, and a site that only some lanes of a vmap reach, need a point of the distribution's support",
+            site=site.name,
+            source=site.source,
+            expected="a distribution with a support",
+            found=f"{type(site.distribution(operands.arrays)).__name__} without one",
+            fix="give its class a property support, a constraint of numpyro.distributions.constraints",
+        ) from error
     shape = site.full_shape[: len(site.lanes) + len(site.batch_shape)]
+    if result.ndim > len(shape) or jnp.broadcast_shapes(result.shape, shape) != shape:
+        raise _wrong_shape("log_prob", operands, result.shape, shape)
     return operands.scaled(jnp.broadcast_to(result, shape) if result.ndim < len(shape) else result)
 
 

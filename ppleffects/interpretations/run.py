@@ -56,7 +56,12 @@ def _build(program: Program, record: bool, reading: Reading) -> Callable[..., An
 
 
 def checked_values(
-    program: Program, values: Mapping[str, Any], *, partial: bool = False, kinds: tuple[str, ...] = ("sample",)
+    program: Program,
+    values: Mapping[str, Any],
+    *,
+    partial: bool = False,
+    kinds: tuple[str, ...] = ("sample",),
+    unconstrained: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Array]:
     """Checks that ``values`` names every latent and nothing else, with the shape and a dtype of each.
 
@@ -65,6 +70,7 @@ def checked_values(
         values: values by name.
         partial: whether some may be left out.
         kinds: the kinds of sites that may be named.
+        unconstrained: the shapes of the values, if they are unconstrained ones.
 
     Raises:
         ValuesError: a name is missing, unknown or observed.
@@ -84,9 +90,12 @@ def checked_values(
             source=missing[0].site.source,
             expected=f"a value for each of {sorted(latents)}",
             found=f"values for {sorted(values)}",
-            fix=f'values["{missing[0].site.name}"] = ..., or ppl.simulate, which draws it',
+            fix=f'values["{missing[0].site.name}"] = ..., or ppl.simulate, which draws it'
+            if unconstrained is None
+            else "Target.init(key) draws a position, Target.unconstrain(values) makes one from values",
         )
-    return {name: _checked(latents[name], value) for name, value in values.items()}
+    shapes = {name: latents[name].layout()[0] for name in values} if unconstrained is None else unconstrained
+    return {name: _checked(latents[name], value, shapes[name]) for name, value in values.items()}
 
 
 def _unknown(program: Program, name: str) -> ValuesError:
@@ -118,10 +127,9 @@ def _unknown(program: Program, name: str) -> ValuesError:
     )
 
 
-def _checked(occurrence: Occurrence, value: Any) -> Array:
+def _checked(occurrence: Occurrence, value: Any, shape: tuple[int, ...]) -> Array:
     site = occurrence.site
     value = as_numbers(value, site.name, site.source)
-    shape, _ = occurrence.layout()
     if jnp.shape(value) != shape:
         raise ShapeError(
             "the value does not have the shape of its site",

@@ -320,13 +320,23 @@ def bijector(distribution: Any) -> Bijector:
     event_dim = len(distribution.event_shape)
     if is_tfp(distribution):
         return _TfpBijector(distribution.experimental_default_event_space_bijector(), event_dim)
-    return _NumpyroBijector(biject_to(distribution.support), event_dim)
+    constraint = support(distribution)
+    if constraint is None:
+        raise NotImplementedError
+    return _NumpyroBijector(biject_to(constraint), event_dim)
 
 
 def feasible(distribution: Any, value: Array) -> Array:
-    """A point of the support, of the shape and dtype of ``value``; what a masked entry is replaced by."""
+    """A point of the support, of the shape and dtype of ``value``; what a masked entry is replaced by.
+
+    Raises:
+        NotImplementedError: the support is not known.
+    """
     if is_tfp(distribution):
         unconstrained = jax.eval_shape(bijector(distribution).inverse, value)
         zeros = jnp.zeros(unconstrained.shape, unconstrained.dtype)
         return jnp.asarray(bijector(distribution).forward(zeros)[0], value.dtype)
-    return jnp.broadcast_to(jnp.asarray(distribution.support.feasible_like(value), value.dtype), value.shape)
+    constraint = support(distribution)
+    if constraint is None:
+        raise NotImplementedError
+    return jnp.broadcast_to(jnp.asarray(constraint.feasible_like(value), value.dtype), value.shape)
