@@ -87,7 +87,7 @@ def run_start(
 
     def one_chain(target: Any, key: Array, chain: Array, given: dict[str, Array]) -> tuple[Any, Start]:
         start_key, kernel_key = jax.random.split(jax.random.fold_in(key, chain))
-        start = _find_start(target, start_key, given, max_tries)
+        start = find_start(target, start_key, given, max_tries)
         point = (start.log_density, start.gradient)
         return kernel.init(target, start.position, kernel_key, num_warmup, point=point), start
 
@@ -127,19 +127,19 @@ def run_chunk(
     def shard(target: Any, state: Any, count: Array, record: Array) -> tuple[Any, Any, Draws]:
         # Each is asked for its shapes and then run: the jit makes that one trace.
         step = jax.jit(jax.vmap(kernel.step, in_axes=(None, axes), out_axes=(axes, 0)))
-        view = jax.jit(jax.vmap(partial(_view, plan=plan), in_axes=(None, 0)))
+        keep = jax.jit(jax.vmap(partial(view, plan=plan), in_axes=(None, 0)))
         _, info_shapes = jax.eval_shape(step, target, state)
-        draw_shapes = jax.eval_shape(view, target, state.position)
+        draw_shapes = jax.eval_shape(keep, target, state.position)
 
         def body(index: Array, carry: tuple) -> tuple:
             state, infos, draws = carry
             state, info = step(target, state)
             kept = record & ((index + 1) % plan.thinning == 0)
-            draw = jax.lax.cond(kept, lambda: view(target, state.position), lambda: _zeros(draw_shapes))
+            draw = jax.lax.cond(kept, lambda: keep(target, state.position), lambda: zeros_of(draw_shapes))
             return state, _write(infos, info, index), _write(draws, draw, index // plan.thinning)
 
-        infos = _zeros(info_shapes, plan.capacity)
-        draws = _zeros(draw_shapes, plan.capacity // plan.thinning)
+        infos = zeros_of(info_shapes, plan.capacity)
+        draws = zeros_of(draw_shapes, plan.capacity // plan.thinning)
         return jax.lax.fori_loop(0, count, body, (state, infos, draws))
 
     shared, rows = PartitionSpec(), layout.spec(leading=1)
@@ -150,10 +150,11 @@ def run_chunk(
 
 def draw_shapes(target: Any, plan: Plan) -> Draws:
     """Shapes and dtypes of what one draw of one chain keeps."""
-    return jax.eval_shape(lambda target, key: _view(target, target.init(key), plan=plan), target, jax.random.key(0))
+    return jax.eval_shape(lambda target, key: view(target, target.init(key), plan=plan), target, jax.random.key(0))
 
 
-def _find_start(target: Any, key: Array, given: dict[str, Array], max_tries: int) -> Start:
+def find_start(target: Any, key: Array, given: dict[str, Array], max_tries: int) -> Start:
+    """Draw a start of one chain until its density and gradient are finite."""
     float_dtype = jnp.result_type(float)
 
     def attempt(start: Start) -> Start:
@@ -172,11 +173,11 @@ def _find_start(target: Any, key: Array, given: dict[str, Array], max_tries: int
         zero = jnp.zeros((), jnp.int32)
         return attempt(Start({}, zero, {}, zero, zero))
 
-    nothing = _zeros(jax.eval_shape(first))
+    nothing = zeros_of(jax.eval_shape(first))
     return jax.lax.while_loop(lambda start: ~start.found & (start.num_tries < max_tries), attempt, nothing)
 
 
-def _view(target: Any, position: dict[str, Array], *, plan: Plan) -> Draws:
+def view(target: Any, position: dict[str, Array], *, plan: Plan) -> Draws:
     """What is kept of the draw at an unconstrained position."""
     position = density_arguments(target, position)
     values = target.constrain(position)
@@ -191,7 +192,7 @@ def _specs(axes: Any, per_chain: PartitionSpec) -> Any:
     )
 
 
-def _zeros(shapes: Any, *leading: int) -> Any:
+def zeros_of(shapes: Any, *leading: int) -> Any:
     """Zeros of the given shapes, types of an Explicit mesh included, behind new leading axes."""
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> Array:

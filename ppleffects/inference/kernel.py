@@ -22,6 +22,7 @@ from numpyro.infer.hmc_util import (
 )
 
 from ppleffects.errors import DiscreteLatentError, SettingsError
+from ppleffects.inference.machine import Machine
 from ppleffects.inference.settings import check_numbers
 from ppleffects.language.arguments import as_names
 
@@ -95,6 +96,10 @@ class Kernel[S, I](Protocol):
 
     def step(self, target: Any, state: S) -> tuple[S, I]:
         """The state after one transition, and what happened in it."""
+        ...
+
+    def machine(self, target: Any, num_warmup: int) -> Machine | None:
+        """The sampler whose chains do not wait for each other; None if all chains make transitions in step."""
         ...
 
 
@@ -280,6 +285,10 @@ class Hamiltonian[I]:
             warmup=state.warmup,
         )
         return new, proposal.info
+
+    def machine(self, target: Any, num_warmup: int) -> Machine | None:
+        """The sampler whose chains do not wait for each other, or None where the kernel makes transitions."""
+        return None
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         raise NotImplementedError

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, build_tree, euclidean_kinetic_energy
 
+from ppleffects.inference.coordinates import coordinates_of
 from ppleffects.inference.kernel import Hamiltonian, Proposal
+from ppleffects.inference.machine import Machine
+
+# Positions with at most so many replicated coordinates get a metric with as many directions.
+MAX_DENSE = 256
 
 
 class NUTSInfo(NamedTuple):
@@ -56,6 +61,24 @@ class NUTS(Hamiltonian[NUTSInfo]):
     """
 
     max_tree_depth: int = 10
+    engine: str = "numpyro"
+
+    def machine(self, target: Any, num_warmup: int) -> Machine | None:
+        """The sampler whose chains do not wait for each other; None for NumPyro's, whose do."""
+        if self.engine == "numpyro":
+            return None
+        coordinates = coordinates_of(target)
+        size = coordinates.vector_size
+        return Machine(
+            coordinates,
+            num_warmup=num_warmup,
+            max_tree_depth=self.max_tree_depth,
+            max_delta_energy=self.max_delta_energy,
+            target_accept=self.target_accept,
+            rank=size if size <= MAX_DENSE else 0,
+            step_size=None if self.adapt_step_size else self.step_size,
+            adapt_metric=self.adapt_mass_matrix,
+        )
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         tree = build_tree(

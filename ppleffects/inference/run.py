@@ -16,14 +16,17 @@ from ppleffects.errors import LayoutWarning
 from ppleffects.inference.chunks import MAX_TRIES, Plan, run_chunk, run_start
 from ppleffects.inference.failure import check_starts
 from ppleffects.inference.layout import Layout
+from ppleffects.inference.machine import Machine
 from ppleffects.inference.options import Options
 from ppleffects.inference.progress import Progress
 from ppleffects.inference.report import Report, diagnose
 from ppleffects.inference.store import Phase
+from ppleffects.inference.stream import Chunk, advance_chains, begin_chains
 
 # Without chunk_size=, calls are sized to take about this long: often enough for a progress bar and for Ctrl-C.
 SECONDS_PER_CALL = 0.5
 FIRST_CALL_ROWS = 10
+FIRST_CALL_STEPS = 100
 
 
 class Run:
@@ -35,7 +38,9 @@ class Run:
         self._progress = progress
         self._plan: Plan = options.plan(target)
         self._state: Any = None
+        self._machine: Machine | None = kernel.machine(target, int(options.num_warmup))
         self._calls = _CallSize(options, self._plan)
+        self._budget = _Budget(fixed=options.chunk_size is not None)
         self.warmup = Phase(options.num_chains, options.num_warmup, options.thinning)
         self.sampling = Phase(options.num_chains, options.num_samples, options.thinning)
         self.seconds = {"compiling": 0.0, "warm-up": 0.0, "sampling": 0.0}
@@ -60,16 +65,19 @@ class Run:
         layout, chains = self._layout, self._layout.chains
         given, all_given = self._options.given_starts(self.target, chains)
         args = (self.target, layout.place_data(key), layout.place_chains(chains), layout.place_chains(given))
-        static = {"kernel": self._kernel, "layout": layout}
-        starts = {**static, "num_warmup": self._options.num_warmup, "max_tries": 1 if all_given else MAX_TRIES}
-        if layout.waits_on_permutes and _permutes(run_start.lower(*args, **starts)):
+        tries = 1 if all_given else MAX_TRIES
+        if self._machine is not None:
+            find, static = begin_chains, {"machine": self._machine, "layout": layout, "max_tries": tries}
+        else:
+            static = {"kernel": self._kernel, "layout": layout, "max_tries": tries}
+            find, static = run_start, {**static, "num_warmup": self._options.num_warmup}
+        if layout.waits_on_permutes and _permutes(find.lower(*args, **static)):
             return False
-        self._state, start = run_start(*args, **starts)
+        self._state, start = find(*args, **static)
         check_starts(self.target, start, layout, arguments)
         if layout.waits_on_permutes:
-            count, record = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-            lowered = run_chunk.lower(self.target, self._state, count, record, **static, plan=self._plan)
-            return not _permutes(lowered)
+            advance, args, static = self._program(0, record=False)
+            return not _permutes(advance.lower(*args, **static))
         return True
 
     def advance(self) -> None:
@@ -80,10 +88,12 @@ class Run:
                 began = time.perf_counter()
                 self._call(0, record=False)  # compiles
                 self.seconds["compiling"] += time.perf_counter() - began
-                keep_warmup = "warmup" in options.groups
-                self._advance_phase("warm-up", self.warmup, options.num_warmup, bar, record=keep_warmup)
-                kept_steps = options.num_samples // options.thinning * options.thinning
-                self._advance_phase("sampling", self.sampling, kept_steps, bar, record=True)
+                if self._machine is not None:
+                    self._stream(bar)
+                else:
+                    keep_warmup = "warmup" in options.groups
+                    self._advance_phase("warm-up", self.warmup, options.num_warmup, bar, record=keep_warmup)
+                    self._advance_phase("sampling", self.sampling, self._num_kept, bar, record=True)
                 self.complete = True
             except KeyboardInterrupt:
                 if self.sampling.sample_stats.length == 0 and self.warmup.sample_stats.length == 0:
@@ -130,6 +140,40 @@ class Run:
             "complete": self.complete,
         }
 
+    @property
+    def _num_kept(self) -> int:
+        """Transitions of the sampling phase up to the last draw that thinning keeps."""
+        return self._options.num_samples // self._options.thinning * self._options.thinning
+
+    def _stream(self, bar: Progress) -> None:
+        """Warm up and sample, each chain at its own pace."""
+        options = self._options
+        while self.sampling.num_steps < self._num_kept:
+            warming = self.warmup.num_steps < options.num_warmup
+            name, phase = ("warm-up", self.warmup) if warming else ("sampling", self.sampling)
+            called = time.perf_counter()
+            try:
+                chunk = self._call(self._budget.size, record="warmup" in options.groups)
+                self._keep(chunk)
+            finally:
+                self.seconds[name] += time.perf_counter() - called
+            self._budget.adapt(int(chunk.iterations.max()), time.perf_counter() - called)
+            bar.update(name, phase.num_steps, num_diverging=int(phase.num_diverging.sum()), step_size=phase.step_size)
+
+    def _keep(self, chunk: Chunk) -> None:
+        """Keep what a call has handed back: of each chain the rows it has filled, warm-up first."""
+        options = self._options
+        for chain in range(options.num_chains):
+            count = int(chunk.counts[chain])
+            num_warm = int(np.clip(options.num_warmup - (chunk.numbers[chain] - count), 0, count))
+            infos, draws = jax.tree.map(lambda x, chain=chain: x[:, chain], (chunk.infos, chunk.draws))
+            for phase, part, kept in (
+                (self.warmup, slice(0, num_warm), "warmup" in options.groups),
+                (self.sampling, slice(num_warm, count), True),
+            ):
+                own, rows = jax.tree.map(lambda x, part=part: x[part], (infos, draws))
+                phase.append(chain, own, rows if kept else None, thinned=False)
+
     def _advance_phase(self, name: str, phase: Phase, num_steps: int, bar: Progress, *, record: bool) -> None:
         began = time.perf_counter()
         try:
@@ -137,7 +181,10 @@ class Run:
                 count = min(self._calls.size, num_steps - phase.num_steps)
                 called = time.perf_counter()
                 infos, draws = self._call(count, record=record)
-                phase.append(count, infos, draws, record=record)
+                for chain in range(self._options.num_chains):
+                    own = {name: value[:count, chain] for name, value in infos._asdict().items()}
+                    rows = jax.tree.map(lambda x, chain=chain: x[:, chain], draws) if record else None
+                    phase.append(chain, own, rows, thinned=True)
                 self._calls.adapt(time.perf_counter() - called)
                 bar.update(
                     name, phase.num_steps, num_diverging=int(phase.num_diverging.sum()), step_size=phase.step_size
@@ -145,21 +192,28 @@ class Run:
         finally:
             self.seconds[name] += time.perf_counter() - began
 
-    def _call(self, count: int, *, record: bool) -> tuple[dict[str, Array], Any]:
-        """Make ``count`` transitions; what comes back is on the host."""
-        count_array, record_array = jnp.asarray(count, jnp.int32), jnp.asarray(record)
-        state, infos, draws = run_chunk(
-            self.target,
-            self._state,
-            count_array,
-            record_array,
-            kernel=self._kernel,
-            layout=self._layout,
-            plan=self._plan,
-        )
-        infos, draws = jax.device_get((infos, draws if record else None))
+    def _program(self, count: int, *, record: bool) -> tuple[Any, tuple, dict[str, Any]]:
+        """The compiled program of a chunk, its arguments, and what is static in it.
+
+        Args:
+            count: transitions of all chains, or leapfrog steps where each chain goes at its own pace.
+            record: whether draws are kept, in the latter case those of the warm-up.
+        """
+        static = {"layout": self._layout, "plan": self._plan}
+        if self._machine is None:
+            numbers = jnp.asarray(count, jnp.int32), jnp.asarray(record)
+            return run_chunk, (self.target, self._state, *numbers), {**static, "kernel": self._kernel}
+        last = self._options.num_warmup + self._num_kept
+        numbers = [jnp.asarray(n, jnp.int32) for n in (last, count, 0 if record else self._options.num_warmup)]
+        return advance_chains, (self.target, self._state, *numbers), {**static, "machine": self._machine}
+
+    def _call(self, count: int, *, record: bool) -> Any:
+        """Run a chunk; what comes back is on the host."""
+        program, args, static = self._program(count, record=record)
+        state, *out = program(*args, **static)
+        out = jax.device_get(out)
         self._state = state
-        return infos._asdict(), draws
+        return out[0] if self._machine is not None else out
 
 
 def _permutes(lowered: Any) -> bool:
@@ -181,3 +235,19 @@ class _CallSize:
         wanted = self.size * min(SECONDS_PER_CALL / max(seconds, 1e-6), 4.0)
         rows = int(np.clip(wanted // self._unit, 1, self._capacity // self._unit))
         self.size = rows * self._unit
+
+
+class _Budget:
+    """How many leapfrog steps the next call makes: such that it takes half a second, without end if rows end it."""
+
+    def __init__(self, *, fixed: bool):
+        self._fixed = fixed
+        self.size = 2**31 - 1 if fixed else FIRST_CALL_STEPS
+
+    def adapt(self, iterations: int, seconds: float) -> None:
+        """Learn from the last call."""
+        if self._fixed or not iterations:
+            return
+        wanted = iterations * SECONDS_PER_CALL / max(seconds, 1e-6)
+        self.size = int(np.clip(wanted, self.size / 4, self.size * 4))
+        self.size = min(max(self.size, 1), 2**30)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Series:
-    """Arrays by name that grow by rows, allocated once.
+    """Arrays by name that grow by rows, each chain at its own pace; allocated once.
 
     Args:
         num_chains: chains to keep; those that only fill up a mesh are dropped.
@@ -16,24 +16,29 @@ class Series:
     """
 
     def __init__(self, num_chains: int, num_rows: int):
-        self._num_chains, self._num_rows = num_chains, num_rows
+        self._num_rows = num_rows
         self._arrays: dict[str, np.ndarray] = {}
-        self.length = 0
+        self._lengths = np.zeros(num_chains, int)
 
-    def append(self, rows: dict[str, Any]) -> None:
-        """Add arrays ``(row, chain, ...)``, all with as many rows."""
-        length = self.length
+    @property
+    def length(self) -> int:
+        """Rows that every chain has."""
+        return int(self._lengths.min())
+
+    def append(self, chain: int, rows: dict[str, Any]) -> None:
+        """Add arrays ``(row, ...)`` of one chain, all with as many rows."""
+        end = start = self._lengths[chain]
         for name, value in rows.items():
-            value = np.asarray(value)
             if name not in self._arrays:
-                self._arrays[name] = np.empty((self._num_chains, self._num_rows, *value.shape[2:]), value.dtype)
-            length = self.length + value.shape[0]
-            self._arrays[name][:, self.length : length] = np.moveaxis(value[:, : self._num_chains], 0, 1)
+                shape = (self._lengths.size, self._num_rows, *value.shape[1:])
+                self._arrays[name] = np.empty(shape, value.dtype)
+            end = start + value.shape[0]
+            self._arrays[name][chain, start:end] = value
         # Set last, so that an interruption leaves whole rows.
-        self.length = length
+        self._lengths[chain] = end
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays so far, each ``(chain, draw, ...)``."""
+        """The arrays so far, each ``(chain, draw, ...)``; rows that some chain does not have yet are left out."""
         return {name: array[:, : self.length] for name, array in self._arrays.items()}
 
 
@@ -48,30 +53,46 @@ class Phase:
 
     def __init__(self, num_chains: int, num_steps: int, thinning: int):
         rows = num_steps // thinning
-        self._num_chains, self._thinning = num_chains, thinning
+        self.num_chains, self._thinning = num_chains, thinning
         self.posterior, self.log_likelihood = Series(num_chains, rows), Series(num_chains, rows)
         self.sample_stats = Series(num_chains, rows)
-        self.num_steps = 0
+        self._num_steps = np.zeros(num_chains, int)
         self.num_diverging = np.zeros(num_chains, int)
         self.num_saturated = np.zeros(num_chains, int)
         self.num_leapfrogs = np.zeros(num_chains, int)
-        self.step_size = float("nan")
+        self._step_sizes = np.full(num_chains, np.nan)
 
-    def append(self, count: int, infos: dict[str, Any], draws: Any, *, record: bool) -> None:
-        """Add a chunk of which ``count`` transitions were made; the counts are of all of them, kept or thinned away."""
-        stats = {name: np.asarray(value)[:count] for name, value in infos.items()}
-        if record:
-            rows = count // self._thinning
-            kept = slice(self._thinning - 1, rows * self._thinning, self._thinning)
-            self.posterior.append({name: np.asarray(value)[:rows] for name, value in draws.posterior.items()})
-            self.log_likelihood.append({name: np.asarray(value)[:rows] for name, value in draws.log_likelihood.items()})
-            self.sample_stats.append({name: value[kept] for name, value in stats.items()})
-        self.num_diverging += self._total(stats["diverging"])
-        if "reached_max_treedepth" in stats:
-            self.num_saturated += self._total(stats["reached_max_treedepth"])
-        self.num_leapfrogs += self._total(stats["n_steps"])
-        self.step_size = float(np.mean(stats["step_size"][-1, : self._num_chains]))
-        self.num_steps += count
+    @property
+    def num_steps(self) -> int:
+        """Transitions that every chain has made."""
+        return int(self._num_steps.min())
 
-    def _total(self, values: np.ndarray) -> np.ndarray:
-        return values[:, : self._num_chains].sum(axis=0).astype(int)
+    @property
+    def step_size(self) -> float:
+        """The mean over chains of the latest step size; NaN before the first transition."""
+        return float(np.mean(self._step_sizes))
+
+    def append(self, chain: int, infos: dict[str, np.ndarray], draws: Any, *, thinned: bool) -> None:
+        """Add transitions of one chain; the counts are of all of them, kept or thinned away.
+
+        Args:
+            chain: its number.
+            infos: what happened in each, by name. ``(transition,)``
+            draws: what is kept, ``(row, *site)``; None if nothing is.
+            thinned: whether ``draws`` hold the kept rows alone, rather than a row for each transition.
+        """
+        count = infos["lp"].shape[0]
+        if not count:
+            return
+        if draws is not None:
+            kept = slice(-(self._num_steps[chain] + 1) % self._thinning, count, self._thinning)
+            rows = slice(None, len(range(count)[kept])) if thinned else kept
+            self.posterior.append(chain, {name: value[rows] for name, value in draws.posterior.items()})
+            self.log_likelihood.append(chain, {name: value[rows] for name, value in draws.log_likelihood.items()})
+            self.sample_stats.append(chain, {name: value[kept] for name, value in infos.items()})
+        self.num_diverging[chain] += int(infos["diverging"].sum())
+        if "reached_max_treedepth" in infos:
+            self.num_saturated[chain] += int(infos["reached_max_treedepth"].sum())
+        self.num_leapfrogs[chain] += int(infos["n_steps"].sum())
+        self._step_sizes[chain] = float(infos["step_size"][-1])
+        self._num_steps[chain] += count

@@ -1,0 +1,111 @@
+"""The two compiled programs of a run whose chains do not wait for each other: starts, and a chunk of leapfrogs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from ppleffects.inference.chunks import Draws, Plan, Start, find_start, view, zeros_of
+from ppleffects.inference.layout import Layout
+from ppleffects.inference.machine import Chain, Machine, Row
+
+
+class Chunk(NamedTuple):
+    """What a call of the program hands back.
+
+    Attributes:
+        counts: rows that each chain has filled. ``(chain,)``
+        numbers: trajectories that each chain has ended since its start. ``(chain,)``
+        iterations: leapfrog steps that the slowest group of chains has made.
+        infos: what happened in each trajectory, by name. ``(row, chain)``
+        draws: what is kept of it. ``(row, chain, *site)``
+    """
+
+    counts: Array
+    numbers: Array
+    iterations: Array
+    infos: dict[str, Array]
+    draws: Draws
+
+
+@partial(jax.jit, static_argnames=("machine", "layout", "max_tries"))
+def begin_chains(
+    target: Any, key: Array, chains: Array, given: dict[str, Array], *, machine: Machine, layout: Layout, max_tries: int
+) -> tuple[Chain, Start]:
+    """Draw a start for each chain until its density and gradient are finite, and begin its first trajectory.
+
+    Args:
+        target: the density.
+        key: the run's key; a chain's key is this one folded with its number.
+        chains: numbers of the chains. ``(chain,)``
+        given: constrained values at which to start, instead of drawn ones. ``(chain, *site)``
+        machine: the sampler.
+        layout: where chains run.
+        max_tries: tries per chain.
+    """
+
+    def one_chain(target: Any, key: Array, chain: Array, given: dict[str, Array]) -> tuple[Chain, Start]:
+        start_key, chain_key = jax.random.split(jax.random.fold_in(key, chain))
+        start = find_start(target, start_key, given, max_tries)
+        return machine.init(target, start.position, chain_key), start
+
+    def shard(target: Any, key: Array, chains: Array, given: dict[str, Array]) -> tuple[Chain, Start]:
+        return jax.vmap(one_chain, in_axes=(None, None, 0, 0))(target, key, chains, given)
+
+    per_chain, shared = layout.spec(), PartitionSpec()
+    run = layout.over_chains(shard, (shared, shared, per_chain, per_chain), (per_chain, per_chain))
+    return run(target, key, chains, given)
+
+
+@partial(jax.jit, static_argnames=("machine", "layout", "plan"), donate_argnames="chains")
+def advance_chains(
+    target: Any, chains: Chain, last: Array, budget: Array, record_from: Array, *, machine: Machine, layout: Layout,
+    plan: Plan,
+) -> tuple[Chain, Chunk]:  # fmt: skip
+    """Make leapfrog steps in all chains, each through as many trajectories as it comes to.
+
+    Args:
+        target: the density.
+        chains: the chains. They are used up.
+        last: trajectories, counted from the start, at which a chain ends.
+        budget: leapfrog steps per chain.
+        record_from: draws of a chain's trajectories from this number on are kept.
+        machine: the sampler.
+        layout: where chains run.
+        plan: what to keep, and the rows that each chain can fill.
+    """
+
+    def shard(target: Any, chains: Chain, last: Array, budget: Array, record_from: Array) -> tuple[Chain, Chunk]:
+        rows = _buffers(chains, plan.capacity)
+        before = chains.number
+        chains, rows, counts, iterations = machine.run(target, chains, rows, last, budget)
+        keep = jax.jit(jax.vmap(partial(view, plan=plan), in_axes=(None, 0)))
+
+        def viewed(at: tuple) -> Draws:
+            index, packed = at
+            wanted = jnp.any((index < counts) & (before + index >= record_from))
+            position = jax.vmap(machine.coordinates.unpack)
+            shapes = jax.eval_shape(lambda x: keep(target, position(x)), packed)
+            return jax.lax.cond(wanted, lambda: keep(target, position(packed)), lambda: zeros_of(shapes))
+
+        draws = jax.lax.map(viewed, (jnp.arange(plan.capacity), rows.position))
+        infos = {name: value for name, value in rows._asdict().items() if name != "position"}
+        return chains, Chunk(counts, chains.number, iterations[None], infos, draws)
+
+    per_chain, shared, rows = layout.spec(), PartitionSpec(), layout.spec(leading=1)
+    out_specs = (per_chain, Chunk(per_chain, per_chain, per_chain, rows, rows))  # pyright: ignore[reportArgumentType]
+    run = layout.over_chains(shard, (shared, per_chain, shared, shared, shared), out_specs)
+    return run(target, chains, last, budget, record_from)
+
+
+def _buffers(chains: Chain, num_rows: int) -> Row:
+    """Zeros for the rows of all chains."""
+    path = chains.path
+    scalar, flag, count = path.point.log_density, path.diverging, path.num_steps
+    row = Row(path.point.position, scalar, scalar, scalar, flag, count, count, flag, scalar)
+    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (num_rows, *x.shape)), row)

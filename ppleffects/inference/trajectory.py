@@ -1,0 +1,230 @@
+"""One chain's No-U-Turn trajectory as a machine that takes one leapfrog step at a time.
+
+A chain that is given a step at each iteration of one loop needs no loop of its own: chains of one device go through
+trees of different sizes side by side, and one that has ended its trajectory begins the next at once (Dance, Glaser,
+Orbanz and Adams 2025). Trajectories are multinomial (Hoffman and Gelman 2014; Betancourt 2017, A.3), and their U-turns
+are found from checkpoints (Phan, Pradhan and Jankowiak 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ppleffects.inference.metric import Metric, Tree, dot, force, velocity
+
+type Density = Callable[[Tree], tuple[Array, Tree]]
+
+
+class End(NamedTuple):
+    """One end of a trajectory.
+
+    Attributes:
+        position: where it is.
+        momentum: standard normal in the metric's coordinates.
+        force: the gradient of the log-density there, in the metric's coordinates.
+    """
+
+    position: Tree
+    momentum: Tree
+    force: Tree
+
+
+class Point(NamedTuple):
+    """A state of the trajectory that may become the next draw.
+
+    Attributes:
+        position: where it is.
+        log_density: the log-density there.
+        gradient: the gradient of the log-density there.
+        energy: kinetic energy minus log-density.
+    """
+
+    position: Tree
+    log_density: Array
+    gradient: Tree
+    energy: Array
+
+
+class Trajectory(NamedTuple):
+    """A trajectory under way: a tree, and beside it the subtree that will double it.
+
+    Attributes:
+        near: the end that moves.
+        far: the other end.
+        forward: whether the moving end goes forward in time.
+        depth: times that the tree was doubled.
+        leaf: states of the subtree so far.
+        point: the choice among the states of the tree.
+        sub_point: the choice among the states of the subtree.
+        log_weight: log of the sum of the weights of the tree's states, relative to the first state.
+        sub_log_weight: that of the subtree.
+        total: sum of the momenta of the tree.
+        sub_total: sum of the momenta of the subtree.
+        momenta: checkpoints, momenta at the left edges of smaller subtrees. Leading axis of depths.
+        totals: checkpoints, sums of momenta there.
+        energy: energy of the first state.
+        acceptance: sum of the Metropolis probabilities of all states.
+        num_steps: leapfrog steps so far.
+        turning: whether a U-turn ended it.
+        diverging: whether an energy error ended it.
+        ended: whether it has ended.
+    """
+
+    near: End
+    far: End
+    forward: Array
+    depth: Array
+    leaf: Array
+    point: Point
+    sub_point: Point
+    log_weight: Array
+    sub_log_weight: Array
+    total: Tree
+    sub_total: Tree
+    momenta: Tree
+    totals: Tree
+    energy: Array
+    acceptance: Array
+    num_steps: Array
+    turning: Array
+    diverging: Array
+    ended: Array
+
+
+def begin(metric: Metric, position: Tree, log_density: Array, gradient: Tree, key: Array, max_depth: int) -> Trajectory:
+    """A trajectory of one state, with a momentum and a first direction drawn from ``key``."""
+    momentum = _standard_normal(jax.random.fold_in(key, 0), position)
+    energy = 0.5 * dot(momentum, momentum) - log_density
+    end = End(position, momentum, force(metric, gradient))
+    point = Point(position, log_density, gradient, energy)
+    shelves = jax.tree.map(lambda x: jnp.zeros((max_depth, *x.shape), x.dtype), momentum)
+    zero, off = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    nothing = jnp.zeros_like(energy)
+    forward = jax.random.bernoulli(jax.random.fold_in(key, 1))
+    return Trajectory(
+        end, end, forward, zero, zero, point, point, nothing, nothing, momentum, momentum, shelves, shelves, energy,
+        nothing, zero, off, off, off,
+    )  # fmt: skip
+
+
+def advance(
+    density: Density, metric: Metric, step_size: Array, path: Trajectory, key: Array, max_depth: Array | int,
+    max_delta_energy: float,
+) -> Trajectory:  # fmt: skip
+    """The trajectory after one more leapfrog step: one evaluation of the density and its gradient.
+
+    Args:
+        density: from a position to the log-density and its gradient.
+        metric: the inverse mass matrix.
+        step_size: length of the step.
+        path: a trajectory that has not ended.
+        key: the key that the trajectory began with.
+        max_depth: the tree is doubled at most so many times.
+        max_delta_energy: an energy error beyond this is a divergence.
+    """
+    end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
+    energy = 0.5 * dot(end.momentum, end.momentum) - log_density
+    error = energy - path.energy
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    diverging = error > max_delta_energy
+    take_leaf, take_subtree, turn_back = jax.random.uniform(
+        jax.random.fold_in(key, 2 + path.num_steps), (3,), error.dtype
+    )
+
+    # The new state joins the subtree, and is its choice with the share of its weight.
+    first = path.leaf == 0
+    sub_log_weight = jnp.where(first, -error, jnp.logaddexp(path.sub_log_weight, -error))
+    chosen = first | (jnp.log(take_leaf) < -error - sub_log_weight)
+    sub_point = _where(chosen, Point(end.position, log_density, gradient, energy), path.sub_point)
+    sub_total = jax.tree.map(lambda p, total: p + jnp.where(first, 0.0, total), end.momentum, path.sub_total)
+    turning_inside, momenta, totals = _turning_inside(path, end.momentum, sub_total)
+
+    # A whole subtree joins the tree, and its choice replaces the tree's more often than its share.
+    whole = (path.leaf + 1 == 1 << path.depth) & ~turning_inside & ~diverging
+    replace = whole & (jnp.log(take_subtree) < sub_log_weight - path.log_weight)
+    total = jax.tree.map(lambda old, sub: jnp.where(whole, old + sub, old), path.total, sub_total)
+    turning = turning_inside | (whole & _turning(end.momentum, path.far.momentum, total))
+    depth = path.depth + whole
+    ended = turning | diverging | (whole & (depth >= max_depth))
+
+    # The next subtree grows from either end.
+    turned = whole & ~ended & (turn_back < 0.5)
+    near, far = _where(turned, path.far, end), _where(turned, end, path.far)
+    return Trajectory(
+        near=near,
+        far=far,
+        forward=path.forward ^ turned,
+        depth=depth,
+        leaf=jnp.where(whole, 0, path.leaf + 1),
+        point=_where(replace, sub_point, path.point),
+        sub_point=sub_point,
+        log_weight=jnp.where(whole, jnp.logaddexp(path.log_weight, sub_log_weight), path.log_weight),
+        sub_log_weight=sub_log_weight,
+        total=total,
+        sub_total=sub_total,
+        momenta=momenta,
+        totals=totals,
+        energy=path.energy,
+        acceptance=path.acceptance + jnp.exp(-jnp.maximum(error, 0.0)),
+        num_steps=path.num_steps + 1,
+        turning=turning,
+        diverging=diverging,
+        ended=ended,
+    )
+
+
+def _leapfrog(density: Density, metric: Metric, step: Array, start: End) -> tuple[End, Array, Tree]:
+    half = jax.tree.map(lambda p, f: p + 0.5 * step * f, start.momentum, start.force)
+    position = jax.tree.map(lambda x, v: x + step * v, start.position, velocity(metric, half))
+    log_density, gradient = density(position)
+    pull = force(metric, gradient)
+    momentum = jax.tree.map(lambda p, f: p + 0.5 * step * f, half, pull)
+    return End(position, momentum, pull), log_density, gradient
+
+
+def _turning(one: Tree, other: Tree, total: Tree) -> Array:
+    """Whether a stretch of the trajectory with these ends and this sum of momenta turns back at either end."""
+    middle = jax.tree.map(lambda t, a, b: t - 0.5 * (a + b), total, one, other)
+    return (dot(one, middle) <= 0) | (dot(other, middle) <= 0)
+
+
+def _turning_inside(path: Trajectory, momentum: Tree, total: Tree) -> tuple[Array, Tree, Tree]:
+    """Whether a smaller subtree that the new state completes turns back, and the checkpoints with the new state.
+
+    The states of a subtree are numbered from 0. One of even number begins subtrees, and is kept; one of odd number ends
+    as many as its number has trailing ones in binary, and is compared with the state that began each.
+    """
+    number = path.leaf
+    highest = jax.lax.population_count(number >> 1)
+    ends = jax.lax.population_count(number & ~(number + 1))  # trailing ones
+    shelf = jnp.arange(jax.tree.leaves(path.momenta)[0].shape[0])
+    compared = (shelf <= highest) & (shelf > highest - ends)
+    begins = (shelf == highest) & (number % 2 == 0)
+
+    left, right = jnp.zeros(shelf.shape), jnp.zeros(shelf.shape)
+    for name, p in momentum.items():
+        began, began_total = path.momenta[name], path.totals[name]
+        middle = total[name] - began_total + 0.5 * (began - p)
+        axes = tuple(range(1, began.ndim))
+        left, right = left + jnp.sum(began * middle, axes), right + jnp.sum(p * middle, axes)
+    turning = jnp.any(compared & ((left <= 0) | (right <= 0)))
+
+    def kept(shelves: Array, new: Array) -> Array:
+        return jnp.where(begins.reshape(-1, *[1] * new.ndim), new, shelves)
+
+    return turning, jax.tree.map(kept, path.momenta, momentum), jax.tree.map(kept, path.totals, total)
+
+
+def _where(flag: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), new, old)
+
+
+def _standard_normal(key: Array, like: Tree) -> Tree:
+    leaves, tree = jax.tree.flatten(like)
+    keys = [key] if len(leaves) == 1 else [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    return jax.tree.unflatten(tree, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
