@@ -1,7 +1,10 @@
 """How the tests run (host devices, precision, caches), and the meshes and references that they share."""
 
 import json
+import math
 import os
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,27 +28,63 @@ def _set_environment() -> None:
 _set_environment()
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 
 def _mesh(axis_type: AxisType, **sizes: int) -> Mesh:
-    if jax.device_count() < 4:
-        pytest.skip(f"needs 4 devices and finds {jax.device_count()}: set PPLEFFECTS_TEST_DEVICES=4")
+    needed = math.prod(sizes.values())
+    if jax.device_count() < needed:
+        pytest.skip(f"needs {needed} devices and finds {jax.device_count()}: set PPLEFFECTS_TEST_DEVICES=4")
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 @pytest.fixture(autouse=True)
-def _strict_ranks(request):
-    """Rank promotion raises in the tests of `effects`.
+def _strict_ranks(request, monkeypatch):
+    """Rank promotion raises.
 
-    Elsewhere it cannot: NumPyro's samplers and log-densities promote ranks (Beta, Dirichlet, MultivariateNormal, LKJ,
-    Categorical and more, as soon as a sample shape is given).
+    Outside of the tests of `effects`, code of NumPyro and TFP may promote: many of their constructors, samplers and
+    densities do. jax is asked to warn, and a warning from any other code is made an error.
     """
     if Path(__file__).parent / "effects" in request.path.parents:
         with jax.numpy_rank_promotion("raise"):
             yield
-    else:
+        return
+    show = warnings.showwarning
+
+    def judge(message, *rest, **options):
+        if "rank promotion" not in str(message):
+            return show(message, *rest, **options)
+        if _innermost_package(sys._getframe(1)) not in ("numpyro", "tensorflow_probability"):
+            raise ValueError(str(message))
+
+    with warnings.catch_warnings(), jax.numpy_rank_promotion("warn"):
+        warnings.filterwarnings("always", message=".*rank promotion")
+        monkeypatch.setattr(warnings, "showwarning", judge)
         yield
+
+
+def _innermost_package(frame) -> str:
+    """The package of the innermost code that is not jax's: a folder of `site-packages`, or this project."""
+    while frame is not None:
+        _, _, installed = frame.f_code.co_filename.partition("/site-packages/")
+        package = installed.partition("/")[0]
+        if package != "jax" and Path(frame.f_code.co_filename).name not in ("warnings.py", "functools.py"):
+            return package
+        frame = frame.f_back
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def _float32_tolerance(monkeypatch):
+    """Without 64-bit floats numbers are compared to the precision that is promised there."""
+    if not jax.config.jax_enable_x64:
+        close = np.testing.assert_allclose
+
+        def rounded(actual, desired, rtol=0.0, atol=0.0, **options):
+            close(actual, desired, rtol=max(rtol, 1e-4), atol=max(atol, 1e-5), **options)
+
+        monkeypatch.setattr(np.testing, "assert_allclose", rounded)
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

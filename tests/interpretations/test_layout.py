@@ -188,7 +188,7 @@ def test_a_vmap_inside_is_joined_and_one_outside_is_not(mesh_data):
     def both(x):
         return jax.vmap(lambda x: sharded(mesh_data, lambda x: jax.vmap(at)(x), x))(x)
 
-    trace = check(both, x[..., None] + jnp.zeros(3), shape=(2, 8, 3))
+    trace = check(both, jnp.stack([x, x, x], -1), shape=(2, 8, 3))
     np.testing.assert_array_equal(trace.retval, trace.values["x"])
 
 

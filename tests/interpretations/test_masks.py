@@ -242,7 +242,7 @@ SHARED = {
     "cutpoints": (dist.OrderedLogistic, (R, jnp.array([-1.0, 0.5])), jnp.array([1, 2])),
     "expanded simplex": (lambda p: dist.Dirichlet(p).expand((2,)), (W,), jnp.array([[0.2, 0.8], [0.3, 0.7]])),
     "location": (
-        lambda r, s: dist.MultivariateNormal(r, s[:, None, None] * jnp.eye(2)),
+        lambda r, s: dist.MultivariateNormal(r, jnp.multiply.outer(s, jnp.eye(2))),
         (R, jnp.array([1.0, 2.0])),
         jnp.ones((2, 2)),
     ),

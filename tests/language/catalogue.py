@@ -69,7 +69,7 @@ CONTINUOUS = {
     "Wishart": (lambda v: dist.Wishart(3.0 + v, scale_tril=TRIL), (V,)),
     "WishartCholesky": (lambda v: dist.WishartCholesky(3.0 + v, scale_tril=TRIL), (V,)),
     "InverseWishart": (lambda v: dist.InverseWishart(4.0 + v, scale_tril=TRIL), (V,)),
-    "MatrixNormal": (lambda r: dist.MatrixNormal(r[..., None, :] * jnp.ones((2, 1)), TRIL, TRIL), (ROWS,)),
+    "MatrixNormal": (lambda r: dist.MatrixNormal(jnp.stack([r, r], -2), TRIL, TRIL), (ROWS,)),
     "ProjectedNormal": (dist.ProjectedNormal, (ROWS,)),
     "Independent": (lambda r: dist.Normal(r, 1.0).to_event(1), (ROWS,)),
     "Expanded": (lambda r: dist.Normal(r, 1.0).expand((4,)), (R,)),
@@ -92,11 +92,11 @@ CONTINUOUS = {
     "AsymmetricLaplaceQuantile": (lambda r, u: dist.AsymmetricLaplaceQuantile(r, 1.0, u), (R, U)),
     "CirculantNormal": (lambda r: dist.CirculantNormal(r, covariance_row=jnp.array([1.0, 0.3])), (ROWS,)),
     "GaussianCopula": (
-        lambda v: dist.GaussianCopula(dist.Beta(v[..., None] * jnp.ones(2), 2.0), correlation_matrix=jnp.eye(2) + 0.0),
+        lambda v: dist.GaussianCopula(dist.Beta(jnp.stack([v, v], -1), 2.0), correlation_matrix=jnp.eye(2) + 0.0),
         (V,),
     ),
     "GaussianStateSpace": (
-        lambda v: dist.GaussianStateSpace(3, 0.5 * jnp.eye(2), v[..., None, None] * jnp.eye(2)),
+        lambda v: dist.GaussianStateSpace(3, 0.5 * jnp.eye(2), jnp.multiply.outer(v, jnp.eye(2))),
         (V,),
     ),
     "TruncatedGamma": (lambda v: dist.TruncatedGamma(v, 1.0, low=0.1, high=3.0), (V,)),
