@@ -12,6 +12,7 @@ from benchmarks._posteriors import FOLDER, POSTERIORS, log_populations
 
 SEEDS = range(3)
 MIN_ESS, MEAN_ERRORS, SD_ERRORS = 400, 5, 6
+FUNNEL = "eight_schools-eight_schools_centered"
 needs_float64 = pytest.mark.skipif(not jax.config.read("jax_enable_x64"), reason="these posteriors need float64")
 
 
@@ -64,15 +65,15 @@ def test_populations_solve_their_equations():
         np.testing.assert_allclose(log_populations(theta, start, times), solution.y.T, atol=1e-5)
 
 
-@needs_float64
-@pytest.mark.validate
-@pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", POSTERIORS)
-def test_default_sampler_finds_the_posterior(name, seed):
+def sample(name, seed, kernel=None, **settings):
+    arguments = [] if kernel is None else [kernel]
+    run = ppl.mcmc(POSTERIORS[name].model, *arguments, num_chains=4, progress=False, **settings)
+    return run(seed, **POSTERIORS[name].arguments)
+
+
+def assert_posterior(name, trace):
     """First the effective sample sizes; then means and sds, in standard errors of run and reference together."""
     posterior = POSTERIORS[name]
-    trace = ppl.mcmc(posterior.model, num_chains=4, progress=False)(seed, **posterior.arguments)
     assert trace.attrs["complete"]
     ess, errors_of_mean, errors_of_sd = {}, {}, {}
     for scalar, draws in posterior.scalars(trace["posterior"].dataset).items():
@@ -85,3 +86,32 @@ def test_default_sampler_finds_the_posterior(name, seed):
     assert min(ess.values()) >= MIN_ESS, (ess, trace.attrs["problems"])
     assert max(errors_of_mean.values()) <= MEAN_ERRORS, errors_of_mean
     assert max(errors_of_sd.values()) <= SD_ERRORS, errors_of_sd
+
+
+@needs_float64
+@pytest.mark.validate
+@pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", [name for name in POSTERIORS if name != FUNNEL])
+def test_default_sampler_finds_the_posterior(name, seed):
+    assert_posterior(name, sample(name, seed))
+
+
+@needs_float64
+@pytest.mark.validate
+@pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_small_steps_find_the_funnel(seed):
+    """In a funnel draws by default are few and biased (the posterior's ``model.md``): small steps, and many of them."""
+    assert_posterior(FUNNEL, sample(FUNNEL, seed, ppl.NUTS(target_accept=0.99), num_samples=20000))
+
+
+@needs_float64
+@pytest.mark.validate
+@pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_default_sampler_knows_the_funnel(seed):
+    """What it does not find it warns of."""
+    trace = sample(FUNNEL, seed)
+    if not trace.attrs["problems"]:
+        assert_posterior(FUNNEL, trace)
