@@ -43,8 +43,8 @@ def _mesh(axis_type: AxisType, **sizes: int) -> Mesh:
 def _strict_ranks(request, monkeypatch):
     """Rank promotion raises.
 
-    Outside of the tests of `effects`, code of NumPyro and TFP may promote: many of their constructors, samplers and
-    densities do. jax is asked to warn, and a warning from any other code is made an error.
+    Outside of the tests of `effects`, what is not the project's own may promote: many constructors, samplers and
+    densities of NumPyro and TFP do. jax is asked to warn, and a warning from the project's code is made an error.
     """
     if Path(__file__).parent / "effects" in request.path.parents:
         with jax.numpy_rank_promotion("raise"):
@@ -55,7 +55,7 @@ def _strict_ranks(request, monkeypatch):
     def judge(message, *rest, **options):
         if "rank promotion" not in str(message):
             return show(message, *rest, **options)
-        if _innermost_package(sys._getframe(1)) not in ("numpyro", "tensorflow_probability"):
+        if _is_strict(_innermost_file(sys._getframe(1))):
             raise ValueError(str(message))
 
     with warnings.catch_warnings(), jax.numpy_rank_promotion("warn"):
@@ -64,15 +64,21 @@ def _strict_ranks(request, monkeypatch):
         yield
 
 
-def _innermost_package(frame) -> str:
-    """The package of the innermost code that is not jax's: a folder of `site-packages`, or this project."""
+def _innermost_file(frame) -> str:
+    """The file of the innermost code that is neither jax's nor Python's own."""
     while frame is not None:
-        _, _, installed = frame.f_code.co_filename.partition("/site-packages/")
-        package = installed.partition("/")[0]
-        if package != "jax" and Path(frame.f_code.co_filename).name not in ("warnings.py", "functools.py"):
-            return package
+        path = frame.f_code.co_filename
+        if "/site-packages/jax/" not in path and not path.endswith(("/warnings.py", "/functools.py", "/contextlib.py")):
+            return path
         frame = frame.f_back
     return ""
+
+
+def _is_strict(path: str) -> bool:
+    """The package is; so are the tests, but for those programs that are drawn at random or are samplers' targets."""
+    loose = ("tests/property", "tests/inference", "benchmarks", "examples")
+    own = "/site-packages/" not in path and Path(path).is_relative_to(ROOT)
+    return own and not any(Path(path).is_relative_to(ROOT / folder) for folder in loose)
 
 
 @pytest.fixture(autouse=True)
