@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from ppleffects.errors import DuplicateSiteError
+from tests.property.examples import EXAMPLES
+from tests.property.test_programs import checked
 
 THREADS = 8
 STANDARD = dist.Normal(0.0, 1.0)
@@ -155,6 +157,13 @@ def test_eight_models_in_eight_threads():
         expected = everything(make(number), data(number))
         for result in results:
             assert_same(result, expected)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="the programs' meshes have two devices")
+def test_programs_are_right_at_once():
+    """Programs that hold branches, lanes, loops, shards and transformations, each compared with its plain meaning."""
+    jax.clear_caches()
+    in_threads([lambda program=program: checked(program) for program in EXAMPLES.values()])
 
 
 def test_errors_stay_in_their_thread():
