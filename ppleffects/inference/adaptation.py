@@ -56,7 +56,7 @@ def adapt_step(state: StepSize, acceptance: Array, target: float) -> StepSize:
 def window_ends(num_warmup: int) -> list[int]:
     """Draws after which the metric is estimated anew: often at first, then less and less."""
     ends: list[int] = []
-    last = num_warmup - max(num_warmup // 5, min(50, num_warmup // 2))
+    last = num_warmup - min(max(num_warmup // 5, 60), num_warmup // 2)
     end = 10
     while end <= last:
         ends.append(end)
@@ -90,7 +90,7 @@ def diagonal(draws: Array, gradients: Array, used: Array) -> tuple[Array, Array,
 
     def centred(x: Array) -> Array:
         x = jnp.where(flags, x, 0.0)
-        return jnp.where(flags, x - jnp.sum(x, 0) / count, 0.0)
+        return jnp.where(flags, x - jnp.sum(x, 0, keepdims=True) / count, 0.0)
 
     draws, gradients = centred(draws), centred(gradients)
     ratio = jnp.sum(draws**2, 0) / jnp.maximum(jnp.sum(gradients**2, 0), 1e-20 * count)
@@ -105,7 +105,7 @@ def fisher_vector(draws: Array, gradients: Array, used: Array, rank: int) -> tup
     standardised coordinates and regularised; directions whose eigenvalue is near 1 are left as they are.
     """
     scale, draws, gradients = diagonal(draws, gradients, used)
-    x, g = draws / scale, gradients * scale
+    x, g = draws / scale[None], gradients * scale[None]
     size = x.shape[1]
     ridge = RIDGE * jnp.eye(size, dtype=x.dtype)
     mean = _geometric_mean(x.T @ x + ridge, g.T @ g + ridge)
@@ -119,10 +119,9 @@ def fisher_vector(draws: Array, gradients: Array, used: Array, rank: int) -> tup
 
 def _geometric_mean(a: Array, b: Array) -> Array:
     """The symmetric ``m`` with ``m b m = a``: the geometric mean of ``a`` and the inverse of ``b``."""
-    values, vectors = jnp.linalg.eigh(b)
-    root = jnp.sqrt(jnp.maximum(values, 1e-300 if b.dtype == jnp.float64 else 1e-30))
-    half, inverse = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
-    values, vectors = jnp.linalg.eigh(half @ a @ half)
-    middle = (vectors * jnp.sqrt(jnp.maximum(values, 0.0))) @ vectors.T
-    mean = inverse @ middle @ inverse
+    lower = jnp.linalg.cholesky(b)
+    values, vectors = jnp.linalg.eigh(lower.T @ a @ lower)
+    root = (vectors * jnp.sqrt(jnp.maximum(values, 0.0))[None]) @ vectors.T
+    half = jax.scipy.linalg.solve_triangular(lower, root, lower=True, trans="T")
+    mean = jax.scipy.linalg.solve_triangular(lower, half.T, lower=True, trans="T")
     return 0.5 * (mean + mean.T)

@@ -149,7 +149,7 @@ class Run:
         """Warm up and sample, each chain at its own pace."""
         options = self._options
         while self.sampling.num_steps < self._num_kept:
-            warming = self.warmup.num_steps < options.num_warmup
+            warming = self.sampling.num_steps == 0
             name, phase = ("warm-up", self.warmup) if warming else ("sampling", self.sampling)
             called = time.perf_counter()
             try:
@@ -165,8 +165,9 @@ class Run:
         options = self._options
         for chain in range(options.num_chains):
             count = int(chunk.counts[chain])
-            num_warm = int(np.clip(options.num_warmup - (chunk.numbers[chain] - count), 0, count))
-            infos, draws = jax.tree.map(lambda x, chain=chain: x[:, chain], (chunk.infos, chunk.draws))
+            num_warm = int(chunk.infos["warmup"][:count, chain].sum())
+            infos = {name: value for name, value in chunk.infos.items() if name != "warmup"}
+            infos, draws = jax.tree.map(lambda x, chain=chain: x[:, chain], (infos, chunk.draws))
             for phase, part, kept in (
                 (self.warmup, slice(0, num_warm), "warmup" in options.groups),
                 (self.sampling, slice(num_warm, count), True),
@@ -204,7 +205,7 @@ class Run:
             numbers = jnp.asarray(count, jnp.int32), jnp.asarray(record)
             return run_chunk, (self.target, self._state, *numbers), {**static, "kernel": self._kernel}
         last = self._options.num_warmup + self._num_kept
-        numbers = [jnp.asarray(n, jnp.int32) for n in (last, count, 0 if record else self._options.num_warmup)]
+        numbers = jnp.asarray(last, jnp.int32), jnp.asarray(count, jnp.int32), jnp.asarray(record)
         return advance_chains, (self.target, self._state, *numbers), {**static, "machine": self._machine}
 
     def _call(self, count: int, *, record: bool) -> Any:

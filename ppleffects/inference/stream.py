@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ppleffects.inference.chunks import Draws, Plan, Start, find_start, view, zeros_of
 from ppleffects.inference.layout import Layout
-from ppleffects.inference.machine import Chain, Machine, Row
+from ppleffects.inference.machine import STATS, Chain, Machine, Rows
 
 
 class Chunk(NamedTuple):
@@ -64,7 +64,7 @@ def begin_chains(
 
 @partial(jax.jit, static_argnames=("machine", "layout", "plan"), donate_argnames="chains")
 def advance_chains(
-    target: Any, chains: Chain, last: Array, budget: Array, record_from: Array, *, machine: Machine, layout: Layout,
+    target: Any, chains: Chain, last: Array, budget: Array, record_warmup: Array, *, machine: Machine, layout: Layout,
     plan: Plan,
 ) -> tuple[Chain, Chunk]:  # fmt: skip
     """Make leapfrog steps in all chains, each through as many trajectories as it comes to.
@@ -74,38 +74,36 @@ def advance_chains(
         chains: the chains. They are used up.
         last: trajectories, counted from the start, at which a chain ends.
         budget: leapfrog steps per chain.
-        record_from: draws of a chain's trajectories from this number on are kept.
+        record_warmup: whether draws of the warm-up are kept.
         machine: the sampler.
         layout: where chains run.
         plan: what to keep, and the rows that each chain can fill.
     """
 
-    def shard(target: Any, chains: Chain, last: Array, budget: Array, record_from: Array) -> tuple[Chain, Chunk]:
+    def shard(target: Any, chains: Chain, last: Array, budget: Array, record_warmup: Array) -> tuple[Chain, Chunk]:
         rows = _buffers(chains, plan.capacity)
-        before = chains.number
         chains, rows, counts, iterations = machine.run(target, chains, rows, last, budget)
         keep = jax.jit(jax.vmap(partial(view, plan=plan), in_axes=(None, 0)))
 
         def viewed(at: tuple) -> Draws:
-            index, packed = at
-            wanted = jnp.any((index < counts) & (before + index >= record_from))
+            index, packed, warm = at
+            wanted = jnp.any((index < counts) & (record_warmup | ~warm))
             position = jax.vmap(machine.coordinates.unpack)
             shapes = jax.eval_shape(lambda x: keep(target, position(x)), packed)
             return jax.lax.cond(wanted, lambda: keep(target, position(packed)), lambda: zeros_of(shapes))
 
-        draws = jax.lax.map(viewed, (jnp.arange(plan.capacity), rows.position))
-        infos = {name: value for name, value in rows._asdict().items() if name != "position"}
+        infos = {name: rows.stats[..., i].astype(dtype) for i, (name, dtype) in enumerate(STATS.items())}
+        draws = jax.lax.map(viewed, (jnp.arange(plan.capacity), rows.positions, infos["warmup"]))
         return chains, Chunk(counts, chains.number, iterations[None], infos, draws)
 
     per_chain, shared, rows = layout.spec(), PartitionSpec(), layout.spec(leading=1)
     out_specs = (per_chain, Chunk(per_chain, per_chain, per_chain, rows, rows))  # pyright: ignore[reportArgumentType]
     run = layout.over_chains(shard, (shared, per_chain, shared, shared, shared), out_specs)
-    return run(target, chains, last, budget, record_from)
+    return run(target, chains, last, budget, record_warmup)
 
 
-def _buffers(chains: Chain, num_rows: int) -> Row:
+def _buffers(chains: Chain, num_rows: int) -> Rows:
     """Zeros for the rows of all chains."""
-    path = chains.path
-    scalar, flag, count = path.point.log_density, path.diverging, path.num_steps
-    row = Row(path.point.position, scalar, scalar, scalar, flag, count, count, flag, scalar)
+    point = chains.path.point
+    row = Rows(point.position, jnp.zeros((*point.energy.shape, len(STATS)), point.energy.dtype))
     return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (num_rows, *x.shape)), row)

@@ -73,6 +73,7 @@ class Trajectory(NamedTuple):
         turning: whether a U-turn ended it.
         diverging: whether an energy error ended it.
         ended: whether it has ended.
+        key: what its choices are drawn from.
     """
 
     near: End
@@ -94,26 +95,28 @@ class Trajectory(NamedTuple):
     turning: Array
     diverging: Array
     ended: Array
+    key: Array
 
 
-def begin(metric: Metric, position: Tree, log_density: Array, gradient: Tree, key: Array, max_depth: int) -> Trajectory:
-    """A trajectory of one state, with a momentum and a first direction drawn from ``key``."""
-    momentum = _standard_normal(jax.random.fold_in(key, 0), position)
+def begin(
+    metric: Metric, position: Tree, log_density: Array, gradient: Tree, momentum: Tree, forward: Array, key: Array,
+    max_depth: int,
+) -> Trajectory:  # fmt: skip
+    """A trajectory of one state, with its momentum, first direction, and key for what else is random."""
     energy = 0.5 * dot(momentum, momentum) - log_density
     end = End(position, momentum, force(metric, gradient))
     point = Point(position, log_density, gradient, energy)
     shelves = jax.tree.map(lambda x: jnp.zeros((max_depth, *x.shape), x.dtype), momentum)
     zero, off = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
     nothing = jnp.zeros_like(energy)
-    forward = jax.random.bernoulli(jax.random.fold_in(key, 1))
     return Trajectory(
         end, end, forward, zero, zero, point, point, nothing, nothing, momentum, momentum, shelves, shelves, energy,
-        nothing, zero, off, off, off,
+        nothing, zero, off, off, off, key,
     )  # fmt: skip
 
 
 def advance(
-    density: Density, metric: Metric, step_size: Array, path: Trajectory, key: Array, max_depth: Array | int,
+    density: Density, metric: Metric, step_size: Array, path: Trajectory, max_depth: Array | int,
     max_delta_energy: float,
 ) -> Trajectory:  # fmt: skip
     """The trajectory after one more leapfrog step: one evaluation of the density and its gradient.
@@ -123,7 +126,6 @@ def advance(
         metric: the inverse mass matrix.
         step_size: length of the step.
         path: a trajectory that has not ended.
-        key: the key that the trajectory began with.
         max_depth: the tree is doubled at most so many times.
         max_delta_energy: an energy error beyond this is a divergence.
     """
@@ -133,7 +135,7 @@ def advance(
     error = jnp.where(jnp.isnan(error), jnp.inf, error)
     diverging = error > max_delta_energy
     take_leaf, take_subtree, turn_back = jax.random.uniform(
-        jax.random.fold_in(key, 2 + path.num_steps), (3,), error.dtype
+        jax.random.fold_in(path.key, path.num_steps), (3,), error.dtype
     )
 
     # The new state joins the subtree, and is its choice with the share of its weight.
@@ -175,6 +177,7 @@ def advance(
         turning=turning,
         diverging=diverging,
         ended=ended,
+        key=path.key,
     )
 
 
@@ -208,23 +211,17 @@ def _turning_inside(path: Trajectory, momentum: Tree, total: Tree) -> tuple[Arra
 
     left, right = jnp.zeros(shelf.shape), jnp.zeros(shelf.shape)
     for name, p in momentum.items():
-        began, began_total = path.momenta[name], path.totals[name]
-        middle = total[name] - began_total + 0.5 * (began - p)
+        began, began_total, p = path.momenta[name], path.totals[name], p[None]
+        middle = total[name][None] - began_total + 0.5 * (began - p)
         axes = tuple(range(1, began.ndim))
         left, right = left + jnp.sum(began * middle, axes), right + jnp.sum(p * middle, axes)
     turning = jnp.any(compared & ((left <= 0) | (right <= 0)))
 
     def kept(shelves: Array, new: Array) -> Array:
-        return jnp.where(begins.reshape(-1, *[1] * new.ndim), new, shelves)
+        return jnp.where(begins.reshape(-1, *[1] * new.ndim), new[None], shelves)
 
     return turning, jax.tree.map(kept, path.momenta, momentum), jax.tree.map(kept, path.totals, total)
 
 
 def _where(flag: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), new, old)
-
-
-def _standard_normal(key: Array, like: Tree) -> Tree:
-    leaves, tree = jax.tree.flatten(like)
-    keys = [key] if len(leaves) == 1 else [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    return jax.tree.unflatten(tree, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
