@@ -124,11 +124,11 @@ STATS: dict[str, Any] = {
     "step_size": float,  # length of each step
     "warmup": bool,  # whether it adapted the sampler
 }
-# Warm-up may end after so many trajectories, when a window's are no longer shorter than this share of those before; so many
-# more then adapt the step size alone.
+# Warm-up may end after so many trajectories, when those of a window are no longer shorter than this share of those of
+# the window before; so many more then adapt the step size alone.
 MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
-# So many chains are written one by one, more by one scatter. (With a scatter in it, XLA does not compile the loop as one
-# function on CPUs, which costs more than all else in a small model.)
+# So many chains are written one by one, more by one scatter. (With a scatter in it, XLA does not compile the loop as
+# one function on CPUs, which costs more than all else in a small model.)
 MAX_WRITES = 16
 
 
