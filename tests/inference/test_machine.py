@@ -1,0 +1,197 @@
+"""NUTS as a machine: its metric, its U-turns, its draws on every layout, and that no chain waits for another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ppleffects as ppl
+from ppleffects.inference.adaptation import fisher_vector, window_ends
+from ppleffects.inference.coordinates import VECTOR, coordinates_of
+from ppleffects.inference.machine import STATS, Machine
+from ppleffects.inference.metric import Metric, dot, force, velocity
+from ppleffects.inference.stream import _buffers
+from ppleffects.inference.trajectory import _turning_inside, begin
+
+pytestmark = pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
+RNG = np.random.default_rng(0)
+
+
+def correlated(size):
+    root = RNG.normal(size=(size, size)) * np.exp(RNG.normal(size=(size, 1)))
+    return root @ root.T + 0.01 * np.eye(size)
+
+
+def factor(metric):
+    """``L``, column by column."""
+    unit = jnp.eye(metric.scale[VECTOR].size)
+    return np.stack([velocity(metric, {VECTOR: row})[VECTOR] for row in unit], axis=1)
+
+
+@pytest.mark.parametrize(("size", "count"), [(3, 10), (12, 30), (12, 160)])
+def test_metric_of_a_normal_distribution_is_its_covariance_up_to_the_cutoff(size, count):
+    covariance = correlated(size)
+    draws = RNG.multivariate_normal(np.zeros(size), covariance, size=160)
+    gradients = -np.linalg.solve(covariance, draws.T).T
+    used = jnp.arange(160) < count
+    scale, vectors, values = fisher_vector(jnp.asarray(draws), jnp.asarray(gradients), used, size)
+    inverse = np.linalg.inv(factor(Metric({VECTOR: scale}, vectors, values)))
+    whitened = np.linalg.eigvalsh(inverse @ covariance @ inverse.T)
+    assert whitened.min() > 0.49
+    assert whitened.max() < 2.04
+
+
+def test_fewer_draws_than_coordinates_leave_the_other_directions_as_they_are():
+    draws = jnp.asarray(RNG.normal(size=(160, 30)))
+    scale, vectors, values = fisher_vector(draws, -draws, jnp.arange(160) < 10, 30)
+    np.testing.assert_allclose(values, 1.0)
+    np.testing.assert_allclose(scale, 1.0)
+    np.testing.assert_allclose(vectors @ vectors.T, np.eye(30), atol=1e-10)
+
+
+def test_force_is_the_transpose_of_velocity():
+    q, _ = np.linalg.qr(RNG.normal(size=(5, 5)))
+    metric = Metric(
+        {VECTOR: jnp.arange(1.0, 6.0), "z": jnp.full((2, 3), 0.5)}, jnp.asarray(q[:2]), jnp.array([9.0, 0.1])
+    )
+    p, g = ({VECTOR: jnp.asarray(RNG.normal(size=5)), "z": jnp.asarray(RNG.normal(size=(2, 3)))} for _ in range(2))
+    np.testing.assert_allclose(dot(velocity(metric, p), g), dot(p, force(metric, g)), rtol=1e-12)
+
+
+def turns(momenta):
+    """Whether a stretch of a trajectory turns back at either end."""
+    middle = momenta.sum(0) - 0.5 * (momenta[0] + momenta[-1])
+    return momenta[0] @ middle <= 0 or momenta[-1] @ middle <= 0
+
+
+def test_u_turns_inside_of_a_subtree_are_those_of_all_its_aligned_parts():
+    momenta = RNG.normal(size=(64, 3)) + 0.4
+    zeros, scalar = {VECTOR: jnp.zeros(3)}, jnp.zeros(())
+    path = begin(Metric({VECTOR: jnp.ones(3)}), zeros, scalar, zeros, zeros, scalar > 0, jax.random.key(0), 6)
+    check = jax.jit(_turning_inside)
+    total, found, expected = np.zeros(3), [], []
+    for number, momentum in enumerate(momenta):
+        total = total + momentum
+        now, shelves, totals = check(
+            path._replace(leaf=jnp.int32(number)), {VECTOR: jnp.asarray(momentum)}, {VECTOR: jnp.asarray(total)}
+        )
+        path = path._replace(momenta=shelves, totals=totals)
+        found.append(bool(now))
+        sizes = [2**k for k in range(1, 7) if (number + 1) % 2**k == 0]
+        expected.append(any(turns(momenta[number + 1 - size : number + 1]) for size in sizes))
+    assert found == expected
+    assert 5 < sum(found) < 60
+
+
+def test_windows_end_before_the_last_draws_of_warm_up():
+    assert window_ends(1000)[:9] == [10, 20, 30, 40, 50, 60, 80, 100, 120]
+    for number in (0, 5, 20, 100, 300, 1000):
+        ends = window_ends(number)
+        assert all(a < b for a, b in zip(ends, ends[1:], strict=False))
+        assert not ends or ends[-1] <= number // 2 or ends[-1] <= number - 60
+
+
+# --- runs
+
+COVARIANCE = np.array([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 4.0]])
+NUM_DEVICES = len(jax.devices())
+
+
+def normal():
+    ppl.sample("x", dist.MultivariateNormal(jnp.array([1.0, -1.0, 0.0]), COVARIANCE))
+    ppl.sample("s", dist.HalfNormal(1.0))
+
+
+@functools.cache
+def run(**settings):
+    kernel = ppl.NUTS(engine="ppleffects", max_tree_depth=settings.pop("max_tree_depth", 10))
+    return ppl.mcmc(normal, kernel, progress=False, **{"num_chains": 4, "num_samples": 2000, **settings})(1)
+
+
+def test_draws_have_the_moments_of_the_posterior():
+    posterior = run()["posterior"]
+    x = posterior["x"].values.reshape(-1, 3)
+    np.testing.assert_allclose(x.mean(0), [1.0, -1.0, 0.0], atol=0.12)
+    np.testing.assert_allclose(np.cov(x.T), COVARIANCE, atol=0.25)
+    s = posterior["s"].values
+    np.testing.assert_allclose([s.mean(), s.std()], [np.sqrt(2 / np.pi), np.sqrt(1 - 2 / np.pi)], atol=0.04)
+    assert run().attrs["num_diverging"] == 0
+    assert run().attrs["min_ess_bulk"] > 2000
+
+
+def test_warm_up_ends_when_the_metric_has_settled():
+    assert run().attrs["num_leapfrogs_warmup"] < 0.25 * run().attrs["num_leapfrogs"]
+    tree = run(groups=("warmup",))
+    assert 200 <= tree["warmup_posterior"].sizes["draw"] <= 400
+
+
+@pytest.mark.parametrize("settings", [{"chunk_size": 7}, {"chunk_size": 2000}, {"num_chains": 2}], ids=str)
+def test_draws_do_not_depend_on_chunks_nor_on_other_chains(settings):
+    found, expected = run(num_samples=200, **settings), run(num_samples=200)
+    for name in ("x", "s"):
+        chains = slice(0, found["posterior"].sizes["chain"])
+        a, b = found["posterior"][name].values, expected["posterior"][name].values[chains]
+        if "chunk_size" in settings:
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a[:, :10], b[:, :10], atol=1e-6)
+
+
+def test_thinning_keeps_every_third():
+    np.testing.assert_array_equal(
+        run(num_samples=200, thinning=3)["posterior"]["x"], run(num_samples=200)["posterior"]["x"][:, 2::3][:, :66]
+    )
+
+
+def test_no_chain_waits_for_another():
+    target = ppl.target(normal)()
+    machine = Machine(coordinates_of(target), 0, 10, 1000.0, 0.8, 0, step_size=0.1)
+    starts = jax.vmap(target.init)(jax.random.split(jax.random.key(0), 8))
+    keys = jax.random.split(jax.random.key(1), 8)
+    chains = jax.jit(jax.vmap(machine.init, in_axes=(None, 0, 0)))(target, starts, keys)
+    last, budget = jnp.int32(50), jnp.int32(10**6)
+    go = jax.jit(lambda target, chains: machine.run(target, chains, _buffers(chains, 60), last, budget))
+    _, rows, counts, iterations = go(target, chains)
+    steps = np.asarray(rows.stats)[:50, :, list(STATS).index("n_steps")]
+    assert np.asarray(counts).tolist() == [50] * 8
+    slowest, lock_step = steps.sum(0).max(), steps.max(1).sum()
+    assert iterations <= 1.15 * slowest
+    assert lock_step > 1.2 * slowest  # what chains would take that wait at the end of each trajectory
+
+
+def local(mesh):
+    def shard(mu, y):
+        z = ppl.sample("z", dist.Normal(0.0, 1.0).expand(y.shape), spec=P("data"))
+        ppl.observe("y", dist.Normal(mu + z, 0.5), y)
+
+    def model(y):
+        mu = ppl.sample("mu", dist.Normal(0.0, 2.0))
+        jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=None)(mu, y)
+
+    return model
+
+
+def whole(y):
+    mu = ppl.sample("mu", dist.Normal(0.0, 2.0))
+    z = ppl.sample("z", dist.Normal(0.0, 1.0).expand(y.shape))
+    ppl.observe("y", dist.Normal(mu + z, 0.5), y)
+
+
+@pytest.mark.skipif(NUM_DEVICES < 4, reason="the mesh has four devices: set PPLEFFECTS_TEST_DEVICES=4")
+@pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="jit(grad(shard_map(f))) of plain JAX fails under it")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_latents_on_the_shards_are_drawn_as_those_of_the_whole_model(axis_type):
+    mesh = jax.make_mesh((2, 2), ("chains", "data"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    y = jax.device_put(jnp.asarray(RNG.normal(size=6) + 1.0), jax.NamedSharding(mesh, P("data")))
+    settings = {"num_warmup": 10, "num_samples": 10, "num_chains": 4, "groups": ("warmup",), "progress": False}
+    kernel = ppl.NUTS(engine="ppleffects")
+    with jax.set_mesh(mesh):
+        found = ppl.mcmc(local(mesh), kernel, **settings)(0, y)
+    expected = ppl.mcmc(whole, kernel, **settings)(0, np.asarray(y))
+    for name in ("mu", "z"):
+        np.testing.assert_allclose(found["warmup_posterior"][name], expected["warmup_posterior"][name], atol=1e-8)
