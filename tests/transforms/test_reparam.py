@@ -48,6 +48,22 @@ def test_noncentered():
     close(gradient["m"], -0.1 + (0.5 - x))
 
 
+def test_centredness_can_be_learned():
+    def density(centered):
+        return ppl.log_density(ppl.reparam(hierarchy, {"x": LocScaleReparam(centered)}))(
+            {"m": 0.4, "x_decentered": -0.7}
+        )
+
+    slope = (density(0.3 + 1e-6) - density(0.3 - 1e-6)) / 2e-6
+    close(jax.jit(jax.grad(density))(0.3), slope, rtol=1e-6)
+
+    def with_latent():
+        centered = ppl.sample("c", dist.Uniform(0.0, 1.0))
+        return ppl.reparam(hierarchy, {"x": LocScaleReparam(centered)})()
+
+    close(ppl.log_density(with_latent)({"c": 0.3, "m": 0.4, "x_decentered": -0.7}), density(0.3))
+
+
 @pytest.mark.parametrize("centered", [0.0, 0.3, 1.0])
 def test_partly_centered_has_the_same_joint_density(centered):
     """The density of the new coordinate is that of the value times the derivative."""
