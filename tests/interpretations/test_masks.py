@@ -313,3 +313,39 @@ def test_masked_values_of_independent_tfp_distributions_may_be_nan():
     value, slope = jax.value_and_grad(density)(loc, jnp.where(KEEP[:, None], y, jnp.nan))
     np.testing.assert_allclose(value, dist.Normal(loc, 1.0).log_prob(y)[KEEP].sum())
     np.testing.assert_allclose(slope, jnp.where(KEEP[:, None], y - loc, 0.0))
+
+
+class Polynomial(dist.Distribution):
+    """A user's own NumPyro distribution; each of its coefficients is real, and all serve each entry."""
+
+    arg_constraints = dict.fromkeys(["coefficients"], dist.constraints.real)
+    support = dist.constraints.real
+
+    def __init__(self, coefficients, shape=()):
+        self.coefficients, self.shape = coefficients, shape
+        super().__init__(batch_shape=shape, validate_args=False)
+
+    def log_prob(self, value):
+        return -(jnp.polyval(self.coefficients, value) ** 2)
+
+    def tree_flatten(self):
+        return (self.coefficients,), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape, leaves):
+        return cls(*leaves, shape)
+
+
+@pytest.mark.parametrize("shape", [(), (4,)], ids=["more axes than the value", "other rows than the value"])
+def test_parameters_that_are_no_rows_stay(shape):
+    keep = KEEP if shape else jnp.array(True)
+
+    def density(c, y):
+        return ppl.log_density(lambda: ppl.observe("y", Polynomial(c, shape), y, mask=keep))({})
+
+    def plain(c, y):
+        return jnp.sum(jnp.where(keep, -(jnp.polyval(c, y) ** 2), 0.0))
+
+    c, y = jnp.array([0.3, -1.0, 2.0]), jnp.full(shape, 0.7) if not shape else jnp.arange(4.0)
+    found, expected = (jax.value_and_grad(f)(c, y) for f in (density, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)

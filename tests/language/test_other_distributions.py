@@ -245,3 +245,31 @@ def test_without_a_support_the_dtype_says_whether_it_is_discrete(kind):
             return -self.rate * value
 
     assert ppl.sites(lambda: ppl.sample("x", Unbounded(2.0)))()["x"].is_discrete is (kind is int)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Misshapen:
+    """It says that it has two entries, and draws three."""
+
+    rate: jax.Array
+    batch_shape = (2,)
+    event_shape = ()
+    support = dist.constraints.real
+    dtype = jnp.result_type(float)
+
+    def sample(self, key, sample_shape=()):
+        return jnp.zeros((*sample_shape, 3)) + self.rate
+
+    def log_prob(self, value):
+        return -self.rate * value**2
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_draws_of_a_shape_that_was_not_said(lanes):
+    def model(rate):
+        return ppl.sample("x", Misshapen(rate))
+
+    match = r"site 'x' at test_other_distributions.py:\d+: .*sample(.|\n)*\(2,\)(.|\n)*\(3,\)(.|\n)*Misshapen"
+    with pytest.raises(DistributionError, match=match):
+        ppl.simulate(jax.vmap(model) if lanes else lambda rates: model(rates[0]))(0, jnp.ones(5))

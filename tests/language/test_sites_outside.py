@@ -41,6 +41,8 @@ WRAPS = {
     "jit scan": lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]),
     "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda y: y, x),
+    "cond of lanes": lambda f: lambda x: jax.vmap(lambda x: jax.lax.cond(x > 0, f, lambda y: y, x))(x * jnp.ones(2)),
+    "jit cond of lanes": lambda f: jax.jit(jax.vmap(lambda x: jax.lax.cond(x.sum() > 0, f, lambda y: y, x.sum()))),
 }
 
 
@@ -49,7 +51,7 @@ WRAPS = {
 def test_unhandled_sites_name_themselves_and_their_line(site, wrap):
     line = site.__code__.co_firstlineno + 1
     with pytest.raises(UnhandledEffectError, match=rf"site 'lonely' at test_sites_outside.py:{line}(.|\n)*simulate"):
-        WRAPS[wrap](site)(jnp.array(1.0))
+        WRAPS[wrap](site)(jnp.ones((2, 1)) if wrap == "jit cond of lanes" else jnp.array(1.0))
 
 
 def test_unhandled_in_shard_map(mesh_data):

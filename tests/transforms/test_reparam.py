@@ -267,6 +267,23 @@ def test_shard_map(mesh, inside, request):
     assert shapes == {"x_decentered": (8,), "one_decentered": (), "own_decentered": (4,)}
 
 
+def test_lanes_outside_and_inside_of_shard_map(mesh_data):
+    """A vmap outside of the shards is told from one inside when its lanes are traced again."""
+
+    def on_shards(loc):
+        inside = jax.vmap(group) if loc.ndim == 2 else group
+        return jax.shard_map(inside, mesh=mesh_data, in_specs=P("data"), out_specs=P("data"))(loc)
+
+    for shape in ((3, 4), (3, 4, 2)):
+        changed = ppl.reparam(jax.vmap(on_shards), {"x": NONCENTERED})
+        loc = jnp.arange(float(np.prod(shape))).reshape(shape) / 4
+        aux = jnp.cos(loc)
+        close(ppl.log_density(changed)({"x_decentered": aux}, loc), density(aux, loc))
+        gradient = jax.vmap(jax.grad(density))(aux.ravel(), loc.ravel()).reshape(shape)
+        close(jax.grad(ppl.log_density(changed))({"x_decentered": aux}, loc)["x_decentered"], gradient)
+        close(ppl.evaluate(changed)({"x_decentered": aux}, loc).values["x_decentered"], aux)
+
+
 def test_events():
     loc = jnp.array([1.0, 2.0])
     model = ppl.reparam(lambda: ppl.sample("x", dist.Normal(loc, 3.0).to_event(1)), {"x": NONCENTERED})

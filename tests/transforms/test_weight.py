@@ -333,5 +333,7 @@ def test_refused(transform):
         ppl.log_density(transform(model, jnp.full(6, one)))({"x": 0.0})
     with pytest.raises(ppl.errors.ShapeError, match=f"{fits}(.|\n)*broadcasts to \\(6,\\)"):
         ppl.log_density(transform(model, jnp.full((6, 6), one), sites=["y"]))({"x": 0.0})
+    with pytest.raises(ppl.errors.ShapeError, match=f"{fits}(.|\n)*broadcasts to \\(6,\\)(.|\n)*found: \\(4,\\)"):
+        ppl.log_density(transform(model, jnp.full(4, one), sites=["y"]))({"x": 0.0})
     with pytest.raises(ppl.errors.ValuesError, match=f"site 'd' at .*{what} names a deterministic"):
         ppl.log_density(transform(model, one, sites=["d"]))({"x": 0.0})
