@@ -67,6 +67,9 @@ def test_tfp_in_shard_map(tfd, mesh_data, name):
 
 @pytest.mark.parametrize("name", ["Normal", "Gamma", "Dirichlet", "MultivariateNormalTriL"])
 def test_tfp_targets(tfd, name):
+    if jax.config.jax_check_tracer_leaks and name in ("Gamma", "Dirichlet"):
+        pytest.skip("the bijectors of TFP keep the tracers of their last call in a cache of the class")
+
     target = ppl.target(lambda r, v: ppl.sample("x", TFP[name](tfd, r, v)))(R, V)
     u = target.init(0)
     x = target.constrain(u)["x"]
