@@ -127,7 +127,9 @@ def run_chunk(
     def shard(target: Any, state: Any, count: Array, record: Array) -> tuple[Any, Any, Draws]:
         # Each is asked for its shapes and then run: the jit makes that one trace.
         step = jax.jit(jax.vmap(kernel.step, in_axes=(None, axes), out_axes=(axes, 0)))
-        keep = jax.jit(jax.vmap(partial(view, plan=plan), in_axes=(None, 0)))
+        keep = jax.jit(
+            jax.vmap(lambda target, x: view(target, density_arguments(target, x), plan=plan), in_axes=(None, 0))
+        )
         _, info_shapes = jax.eval_shape(step, target, state)
         draw_shapes = jax.eval_shape(keep, target, state.position)
 
@@ -179,7 +181,6 @@ def find_start(target: Any, key: Array, given: dict[str, Array], max_tries: int)
 
 def view(target: Any, position: dict[str, Array], *, plan: Plan) -> Draws:
     """What is kept of the draw at an unconstrained position."""
-    position = density_arguments(target, position)
     values = target.constrain(position)
     log_probs = target.log_probs(position) if plan.log_likelihood else {}
     return Draws({name: values[name] for name in plan.keep}, {name: log_probs[name] for name in plan.log_likelihood})

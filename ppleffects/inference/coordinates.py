@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ppleffects.effects._jax import spec_axes
+from ppleffects.interpretations.layout import Occurrence
 
 VECTOR = ""  # no site has this name
 
@@ -21,16 +24,16 @@ class Coordinates:
 
     Attributes:
         replicated: name, shape and dtype of each latent that is the same on all devices, in the order of the vector.
-        sharded: the same of each latent whose pieces lie on the shards.
+        sharded: the same of each latent whose pieces lie on the shards, and how they do.
     """
 
     replicated: tuple[tuple[str, tuple[int, ...], Any], ...]
-    sharded: tuple[tuple[str, tuple[int, ...], Any], ...]
+    sharded: tuple[tuple[str, tuple[int, ...], Any, PartitionSpec], ...]
 
     @property
     def size(self) -> int:
         """The number of scalars in a position."""
-        return self.vector_size + sum(math.prod(shape) for _, shape, _ in self.sharded)
+        return self.vector_size + sum(math.prod(shape) for _, shape, *_ in self.sharded)
 
     @property
     def vector_size(self) -> int:
@@ -40,14 +43,16 @@ class Coordinates:
     def pack(self, position: dict[str, Array]) -> dict[str, Array]:
         """From arrays by site to a vector and the sharded arrays, all in the default float dtype."""
         dtype = jnp.result_type(float)
-        packed = {name: position[name].astype(dtype) for name, *_ in self.sharded}
+        packed = {name: _laid_out(position[name].astype(dtype), spec) for name, *_, spec in self.sharded}
         if self.replicated:
             packed[VECTOR] = jnp.concatenate([position[name].astype(dtype).reshape(-1) for name, *_ in self.replicated])
         return packed
 
     def pack_rows(self, make: Callable[[str, tuple[int, ...]], Array]) -> dict[str, Array]:
         """Packs what ``make(name, shape)`` returns for each latent: arrays with one more leading axis."""
-        packed = {name: make(name, shape) for name, shape, _ in self.sharded}
+        packed = {
+            name: _laid_out(make(name, shape), PartitionSpec(None, *spec)) for name, shape, _, spec in self.sharded
+        }
         if self.replicated:
             rows = [make(name, shape) for name, shape, _ in self.replicated]
             packed[VECTOR] = jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
@@ -55,7 +60,7 @@ class Coordinates:
 
     def unpack(self, packed: dict[str, Array]) -> dict[str, Array]:
         """From a vector and the sharded arrays to arrays by site, each of its site's dtype."""
-        position = {name: packed[name].astype(dtype) for name, _, dtype in self.sharded}
+        position = {name: _laid_out(packed[name], spec).astype(dtype) for name, _, dtype, spec in self.sharded}
         if self.replicated:
             vector, start = _whole(packed[VECTOR]), 0
             for name, shape, dtype in self.replicated:
@@ -70,8 +75,26 @@ def coordinates_of(target: Any) -> Coordinates:
     latents = target.program.named("sample")
     types = target.position_type
     described = {name: (name, types[name].shape, types[name].dtype) for name in latents}
-    sharded = tuple(described[name] for name, occurrence in latents.items() if occurrence.axes)
-    return Coordinates(tuple(d for d in described.values() if d not in sharded), sharded)
+    sharded = tuple((*described[name], _spec(o, len(types[name].shape))) for name, o in latents.items() if o.axes)
+    return Coordinates(tuple(described[name] for name, o in latents.items() if not o.axes), sharded)
+
+
+def _spec(occurrence: Occurrence, ndim: int) -> PartitionSpec:
+    """How the unconstrained value of a latent lies on the mesh; within nested shard_maps the compiler decides."""
+    if len(occurrence.shards) != 1:
+        return PartitionSpec()
+    whole = len(occurrence.layout()[0]) - occurrence.site.event_dim
+    return occurrence.placement(occurrence.shards[0]).spec(ndim, ndim - whole)
+
+
+def _laid_out(x: Array, spec: PartitionSpec) -> Array:
+    """Lays an array on the axes of the mesh that are not manual here; a latent would else be whole on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = {types.get(axis) for axis in spec_axes(spec)}
+    if kinds == {AxisType.Explicit}:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, spec) if kinds == {AxisType.Auto} else x
 
 
 def _whole(vector: Array) -> Array:

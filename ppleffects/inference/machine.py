@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ppleffects.effects import mesh
 from ppleffects.inference.adaptation import (
     MAX_WINDOW,
     StepSize,
@@ -172,7 +170,7 @@ class Machine(NamedTuple):
         log_density, gradient = density(packed)
         metric = first_metric(gradient if self.adapt_metric else jax.tree.map(jnp.ones_like, gradient), self.rank)
         zero = jnp.zeros((), jnp.int32)
-        noise = self._noise(packed, key, zero)
+        noise = self._noise(key, zero)
         path = self._path(metric, Point(packed, log_density, gradient, log_density), noise, key, zero)
         if self.step_size is None:
             step = start_step(_reasonable_step(density, metric, path, self.target_accept))
@@ -314,7 +312,7 @@ class Machine(NamedTuple):
         )
         noise = jax.lax.cond(
             (later % self._noise_length == 0) | (later != number),
-            lambda: self._noise(chain.path.point.position, chain.key, later),
+            lambda: self._noise(chain.key, later),
             lambda: chain.noise,
         )
         path = self._path(metric, chain.path.point, noise, chain.key, later)
@@ -331,7 +329,7 @@ class Machine(NamedTuple):
             metric, point.position, point.log_density, point.gradient, momentum, forward, key, self.max_tree_depth
         )
 
-    def _noise(self, like: Tree, key: Array, number: Array) -> Noise:
+    def _noise(self, key: Array, number: Array) -> Noise:
         """Momenta and directions from this number on; those of a site depend on no other site, nor on where it lies."""
         key = jax.random.fold_in(jax.random.fold_in(key, 1), number // self._noise_length)
         forward = jax.random.bernoulli(jax.random.fold_in(key, 0), shape=(self._noise_length,))
@@ -340,8 +338,7 @@ class Machine(NamedTuple):
             own = jax.random.fold_in(jax.random.fold_in(key, 1), jnp.uint32(name_digest(name)))
             return jax.random.normal(own, (self._noise_length, *shape), jnp.result_type(float))
 
-        momenta = self.coordinates.pack_rows(normal)
-        return Noise({name: mesh.placed_like(x, _row_type(x, like[name])) for name, x in momenta.items()}, forward)
+        return Noise(self.coordinates.pack_rows(normal), forward)
 
     def _estimated(self, chain: Chain) -> tuple[Metric, StepSize, Effort, Array]:
         """The metric from the later half of the draws, the step size to adapt anew, and the number to go on with."""
@@ -395,13 +392,6 @@ def _written(buffer: Array, new: Array, index: Array, flags: Array, chain_axis: 
         kept = jnp.where(flags[chain], entry, jax.lax.dynamic_slice(buffer, starts, sizes))
         buffer = jax.lax.dynamic_update_slice(buffer, kept, starts)
     return buffer
-
-
-def _row_type(x: Array, like: Array) -> Any:
-    """The type of an array whose rows lie on explicit mesh axes as another array does."""
-    sharding = jax.typeof(like).sharding
-    spec = PartitionSpec(None, *sharding.spec)
-    return jax.typeof(x).update(sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _repeated(tree: Tree, length: int) -> Tree:

@@ -106,7 +106,7 @@ def begin(
     energy = 0.5 * dot(momentum, momentum) - log_density
     end = End(position, momentum, force(metric, gradient))
     point = Point(position, log_density, gradient, energy)
-    shelves = jax.tree.map(lambda x: jnp.zeros((max_depth, *x.shape), x.dtype), momentum)
+    shelves = jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (max_depth, *x.shape)), momentum)
     zero, off = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
     nothing = jnp.zeros_like(energy)
     return Trajectory(

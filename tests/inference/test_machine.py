@@ -11,10 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
+from benchmarks._cost import collectives
 from ppleffects.inference.adaptation import fisher_vector, window_ends
 from ppleffects.inference.coordinates import VECTOR, coordinates_of
+from ppleffects.inference.layout import trace
 from ppleffects.inference.machine import STATS, Machine
 from ppleffects.inference.metric import Metric, dot, force, velocity
+from ppleffects.inference.options import Options
+from ppleffects.inference.run import Run
 from ppleffects.inference.stream import _buffers
 from ppleffects.inference.trajectory import _turning_inside, begin
 
@@ -195,3 +199,21 @@ def test_latents_on_the_shards_are_drawn_as_those_of_the_whole_model(axis_type):
     expected = ppl.mcmc(whole, kernel, **settings)(0, np.asarray(y))
     for name in ("mu", "z"):
         np.testing.assert_allclose(found["warmup_posterior"][name], expected["warmup_posterior"][name], atol=1e-8)
+
+
+@pytest.mark.skipif(NUM_DEVICES < 4, reason="the mesh has four devices: set PPLEFFECTS_TEST_DEVICES=4")
+@pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="jit(grad(shard_map(f))) of plain JAX fails under it")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_latents_on_the_shards_are_never_gathered(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    y = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, P("data")))
+    kernel = ppl.NUTS(engine="ppleffects")
+    options = Options(100, 100, 2, 1, None, (), None, None, None).checked(kernel, mesh)
+    target, layout = trace(lambda: ppl.target(local(mesh))(y), mesh, "chains", 2)
+    with layout.context():
+        sampling = Run(kernel, options, layout, layout.place_data(target), False)
+        sampling.start(jax.random.key(0), {"y": y})
+        program, args, static = sampling._program(10, record=False)
+        found = collectives(program.lower(*args, **static).compile().as_text())
+    assert set(found) == {"all-reduce"}
+    assert sampling._state.path.near.position["z"].sharding.spec[1] == "data"
