@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from ppleffects.errors import DuplicateSiteError
-from tests.property.examples import EXAMPLES
-from tests.property.test_programs import checked
 
 THREADS = 8
 STANDARD = dist.Normal(0.0, 1.0)
@@ -162,6 +160,10 @@ def test_eight_models_in_eight_threads():
 @pytest.mark.skipif(jax.device_count() < 2, reason="the programs' meshes have two devices")
 def test_programs_are_right_at_once():
     """Programs that hold branches, lanes, loops, shards and transformations, each compared with its plain meaning."""
+    pytest.importorskip("tensorflow_probability.substrates.jax", reason="the programs draw from TFP's distributions")
+    from tests.property.examples import EXAMPLES
+    from tests.property.test_programs import checked
+
     jax.clear_caches()
     in_threads([lambda program=program: checked(program) for program in EXAMPLES.values()])
 
