@@ -9,7 +9,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import jax
@@ -137,6 +137,9 @@ def register_effect_rules(
 # --- derivatives and batching of control flow that holds an effect ----------------------------------------------------
 
 
+MAX_RACES = 20
+
+
 def refuse_derivatives(refuse: Callable[[Primitive, dict[str, Any]], Exception]) -> None:
     """Makes JAX refuse to differentiate an effect, before it is interpreted, in every form.
 
@@ -160,6 +163,11 @@ def refuse_derivatives(refuse: Callable[[Primitive, dict[str, Any]], Exception])
             body = _primal_with_effect(self, fun, rest[-1])
             if body is not None:
                 raise refuse(primitive, {"jaxpr": body})
+            for _ in range(MAX_RACES):
+                # JAX traces the rule of a traced function when it is first asked for, without a lock: where two threads
+                # ask at once, one of them finds its place taken. It is there when asked for again.
+                with suppress(lu.StoreException):
+                    return process(self, primitive, fun, *rest, **params)
             return process(self, primitive, fun, *rest, **params)
 
         return process_custom
