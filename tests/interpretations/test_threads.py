@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 import ppleffects as ppl
 from ppleffects.errors import DuplicateSiteError
 
+pytestmark = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks, reason="the check takes the tracers of the other threads for leaked ones"
+)
 THREADS = 8
 STANDARD = dist.Normal(0.0, 1.0)
 
