@@ -31,6 +31,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+# For tests that fail in JAX's own code when JAX_CHECK_TRACER_LEAKS is set.
+SHARDED_GRADIENT = pytest.mark.skipif(
+    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
+)
+
 
 def _mesh(axis_type: AxisType, **sizes: int) -> Mesh:
     needed = math.prod(sizes.values())

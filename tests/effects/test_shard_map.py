@@ -19,12 +19,8 @@ from ppleffects.effects import (
     reinterpret,
     shard_map_p,
 )
-from tests.conftest import _mesh
+from tests.conftest import SHARDED_GRADIENT, _mesh
 from tests.effects.toys import Counter, note_p, per_shard, tally, tally_of, tally_p, tallying
-
-SHARDED_GRADIENT = pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
-)
 
 
 def with_handler(handler, calls=None):

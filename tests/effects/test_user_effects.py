@@ -31,7 +31,7 @@ from examples.effects import (
     logs,
 )
 from ppleffects.errors import DuplicateSiteError, ShapeError, UnhandledEffectError, UnsupportedPrimitiveError
-from tests.conftest import _mesh
+from tests.conftest import SHARDED_GRADIENT, _mesh
 
 ROWS = P("data")
 STEP, LANE, DATA = Axis("step", "step"), Axis("lane", "lane"), Axis("shard", "data")
@@ -713,9 +713,7 @@ def test_all_effects_of_a_model_in_one_interpretation(program):
         found["check"].throw()
 
 
-@pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
-)
+@SHARDED_GRADIENT
 def test_gradients_sites_and_draws_are_those_of_the_model_without_effects(program):
     mesh, values, data, _ = program
     plain, handled = regression(mesh, effects=False), interpreted(regression(mesh), **EFFECTS)

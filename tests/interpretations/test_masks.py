@@ -11,12 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from ppleffects.errors import PPLError, ShapeError
+from tests.conftest import SHARDED_GRADIENT
 from tests.language.catalogue import CONTINUOUS, DISCRETE
 
 CATALOGUE = {**CONTINUOUS, **DISCRETE}
-SHARDED_GRADIENT = pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
-)
 KEEP = jnp.array([True, False, True, True])
 # Without BetaProportion, NegativeBinomial2 and OrderedLogistic: their constructors compute with the parameters, so that
 # a NaN is upstream of the site.

@@ -11,14 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from ppleffects.errors import SpecError
-from tests.conftest import _mesh
+from tests.conftest import SHARDED_GRADIENT, _mesh
 
 DATA = P("data")
 LOG_2PI = np.log(2 * np.pi)
 STANDARD = dist.Normal(0.0, 1.0)
-SHARDED_GRADIENT = pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
-)
 
 
 def normal(x, loc=0.0):

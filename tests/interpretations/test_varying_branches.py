@@ -11,11 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from ppleffects.effects import Interpreter, default_dispatcher, tracing
+from tests.conftest import SHARDED_GRADIENT
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="shards need two devices")
-SHARDED_GRADIENT = pytest.mark.skipif(
-    jax.config.jax_check_tracer_leaks, reason="the gradient of a shard_map leaks tracers within JAX itself"
-)
 W = 0.3
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
+from tests.conftest import SHARDED_GRADIENT
 
 NORMAL = dist.Normal(0.0, 1.0)
 BOTH = pytest.mark.parametrize("transform", [ppl.condition, ppl.do], ids=["condition", "do"])
@@ -90,7 +91,7 @@ def test_one_program_for_all_values():
     traces = []
 
     def counted(v):
-        traces.append(v)
+        traces.append(v.shape)
         return ppl.log_density(ppl.condition(chain, {"x": v}))({"y": 0.2})
 
     density = jax.jit(counted)
@@ -223,6 +224,7 @@ def on_shards(mesh, body, *args):
     return jax.shard_map(body, mesh=mesh, in_specs=tuple(P("data") for _ in args), out_specs=P("data"))(*args)
 
 
+@SHARDED_GRADIENT
 @pytest.mark.parametrize("mesh", ["mesh_data", "mesh_data_explicit"])
 @BOTH
 def test_around_shard_map(mesh, transform, request):
@@ -246,6 +248,7 @@ def test_around_shard_map(mesh, transform, request):
     close(ppl.evaluate(given)({"y": y}, loc).retval, y + 0.5)
 
 
+@SHARDED_GRADIENT
 @pytest.mark.parametrize("mesh", ["mesh_data", "mesh_data_explicit"])
 @BOTH
 def test_inside_of_shard_map(mesh, transform, request):

@@ -14,6 +14,7 @@ from numpyro.infer import reparam as strategies
 from numpyro.infer.reparam import LocScaleReparam, TransformReparam
 
 import ppleffects as ppl
+from tests.conftest import SHARDED_GRADIENT
 
 NONCENTERED = LocScaleReparam(0.0)
 
@@ -236,6 +237,7 @@ def test_lanes_with_their_own_branches():
         np.testing.assert_array_equal(jnp.isnan(trace.values["x"]), [False, True, False])
 
 
+@SHARDED_GRADIENT
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("mesh", ["mesh_data", "mesh_data_explicit"])
 def test_shard_map(mesh, inside, request):
@@ -272,6 +274,7 @@ def test_shard_map(mesh, inside, request):
     assert shapes == {"x_decentered": (8,), "one_decentered": (), "own_decentered": (4,)}
 
 
+@SHARDED_GRADIENT
 def test_lanes_outside_and_inside_of_shard_map(mesh_data):
     """A vmap outside of the shards is told from one inside when its lanes are traced again."""
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
+from tests.conftest import SHARDED_GRADIENT
 
 NORMAL = dist.Normal(0.0, 1.0)
 Y = jnp.array([0.5, -1.0, 2.0, 0.1, 0.9, -0.4])
@@ -196,6 +197,7 @@ def test_lanes_with_their_own_branches(transform):
         close(jax.grad(ppl.log_density(weighted))({"x": x}, flags)["x"], jax.grad(by_hand)(x))
 
 
+@SHARDED_GRADIENT
 @pytest.mark.parametrize("mesh", ["mesh_data", "mesh_data_explicit"])
 @pytest.mark.parametrize("transform", [ppl.scale, ppl.mask], ids=["scale", "mask"])
 def test_around_and_inside_of_shard_map(mesh, transform, request):
