@@ -537,6 +537,11 @@ def closed_bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     ]
 
 
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The equations with what they close over as first inputs: they then keep no array alive, and no tracer."""
+    return pe.convert_constvars_jaxpr(jaxpr)
+
+
 def jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, in order."""
     return [j if hasattr(j, "eqns") else j.jaxpr for j in core.jaxprs_in_params(params)]

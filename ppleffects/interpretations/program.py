@@ -126,7 +126,8 @@ def trace_model(
     context = mesh.ambient_axes(tuple(sorted(around))) if around and not part else contextlib.nullcontext()
     with context, _told_of_rows(label):
         traced, arrays = lift_constants(tracing.trace(run, *arrays), arrays)
-    return Model(Program(traced.jaxpr, traced.out_tree, label), traced.consts, arrays)
+    program = Program(_jax.without_constants(traced.jaxpr), traced.out_tree, label)
+    return Model(program, traced.consts, arrays)
 
 
 @contextlib.contextmanager
