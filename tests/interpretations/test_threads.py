@@ -1,5 +1,6 @@
 """Eight threads at once trace, simulate, evaluate and transform models as one thread does: there is no shared state."""
 
+import sys
 import threading
 
 import jax
@@ -11,7 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
+from ppleffects.effects import tracing
 from ppleffects.errors import DuplicateSiteError
+from tests.effects.toys import tally, tallying
 
 pytestmark = pytest.mark.skipif(
     jax.config.jax_check_tracer_leaks, reason="the check takes the tracers of the other threads for leaked ones"
@@ -169,6 +172,39 @@ def test_programs_are_right_at_once():
 
     jax.clear_caches()
     in_threads([lambda program=program: checked(program) for program in EXAMPLES.values()])
+
+
+def test_rules_for_derivatives_asked_for_at_once():
+    """Eight threads want the derivative rules of one traced program for the first time, in the midst of each other."""
+
+    def slow(primals, tangents):
+        (x,), (slope,) = primals, tangents
+        for _ in range(10):
+            x = jnp.sin(jnp.abs(x))
+        return jnp.sin(primals[0]) + 0 * x, jnp.cos(primals[0]) * slope
+
+    functions = [jax.custom_jvp(jnp.sin) for _ in range(10)]
+    for function in functions:
+        function.defjvp(slow)
+
+    def body(x):
+        tally(sum(jax.vmap(function)(x).sum() for function in functions))
+        return x
+
+    x = jnp.arange(3.0)
+    traced = tracing.trace(body, x)
+
+    def slopes(scale):
+        total = lambda x: tallying().run(traced.jaxpr, traced.consts, jnp.zeros(()), x)[1]  # noqa: E731
+        return jax.jit(jax.grad(lambda x: scale * total(x)))(x)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        found = in_threads([lambda scale=scale: slopes(1.0 + scale) for scale in range(THREADS)])
+    finally:
+        sys.setswitchinterval(interval)
+    np.testing.assert_allclose(found, [10 * (1.0 + scale) * jnp.cos(x) for scale in range(THREADS)], rtol=1e-12)
 
 
 def test_errors_stay_in_their_thread():

@@ -142,3 +142,27 @@ def test_own_rules_stay_where_an_explicit_axis_has_become_manual():
 
         slope = jax.jit(jax.shard_map(jax.grad(run), in_specs=P(), out_specs=P(), axis_names={"chains"}))(W)
     assert jnp.allclose(slope, jnp.sin(W) * jnp.log(2.0), rtol=1e-6)
+
+
+@SHARDED_GRADIENT
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="two axes need four devices")
+def test_a_rule_refuses_what_it_closes_over_there_as_elsewhere():
+    """A custom_vjp gives no derivative in a value that its function closes over: JAX says so, and so do we."""
+
+    def closing(w):
+        scaled = jax.custom_vjp(lambda x: x * w)
+        scaled.defvjp(lambda x: (x * w, None), lambda _, slope: (slope,))
+        return scaled(jnp.ones(()))
+
+    mesh = jax.make_mesh((2, 2), ("chains", "data"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        traced = tracing.trace(closing, jnp.asarray(W))
+
+        def run(w):
+            return Interpreter(default_dispatcher()).run(traced.jaxpr, traced.consts, (), w)[0][0]
+
+        within = jax.shard_map(jax.grad(run), in_specs=P(), out_specs=P(), axis_names={"chains"})
+        plain = jax.grad(lambda w: tracing.call(traced.closed, w)[0])
+        for slope in (plain, jax.jit(within)):
+            with pytest.raises(Exception, match="closed-over value"):
+                slope(jnp.asarray(W))
