@@ -168,7 +168,7 @@ def refuse_derivatives(refuse: Callable[[Primitive, dict[str, Any]], Exception])
                 # ask at once, one of them finds its place taken. It is there when asked for again.
                 with suppress(lu.StoreException):
                     return process(self, primitive, fun, *rest, **params)
-            return process(self, primitive, fun, *rest, **params)
+            return process(self, primitive, fun, *rest, **params)  # pragma: no cover - raced in each of MAX_RACES tries
 
         return process_custom
 
