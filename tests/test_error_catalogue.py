@@ -170,11 +170,19 @@ def says(shown: str, message: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, shown.rstrip("\n").split("..."))), message) is not None
 
 
+def in_this_precision(shown: str) -> str:
+    """A message of the page, written with 64 bits, as it is in 32: other names of types, other numbers that were drawn."""
+    if jax.config.jax_enable_x64:
+        return shown
+    narrow = re.sub(r"\b(float|int)64\b", r"\g<1>32", re.sub(r"\bcomplex128\b", "complex64", shown))
+    return re.sub(r"-?\d+\.\d+", "...", narrow)
+
+
 def test_wrong_program(entry):
     found = raised(entry)
     assert found is not None, "it raises nothing"
     assert type(found.error).__name__ == entry.error
-    assert says(entry.message, str(found.error)), str(found.error)
+    assert says(in_this_precision(entry.message), str(found.error)), str(found.error)
 
 
 def test_right_program(entry):
