@@ -171,7 +171,7 @@ def says(shown: str, message: str) -> bool:
 
 
 def in_this_precision(shown: str) -> str:
-    """A message of the page, written with 64 bits, as it is in 32: other names of types, other numbers that were drawn."""
+    """A message of the page, written with 64 bits, as it is in 32: other types, other numbers that were drawn."""
     if jax.config.jax_enable_x64:
         return shown
     narrow = re.sub(r"\b(float|int)64\b", r"\g<1>32", re.sub(r"\bcomplex128\b", "complex64", shown))

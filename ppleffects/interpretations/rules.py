@@ -183,7 +183,7 @@ def _harmless(operands: _Operands, value: Array) -> Array:
 
 def _drawn(ctx: Context, operands: _Operands, axes: frozenset[str]) -> Array:
     site = operands.site
-    if ctx.draws is None:
+    if ctx.draws is None:  # pragma: no cover - values or a key are given, and values are checked first
         raise PPLError(
             "no value is given for this latent",
             site=site.name,

@@ -55,7 +55,7 @@ class SiteParams:
 
     def distribution(self, arrays: Sequence[Any]) -> Any:
         """Puts the distribution together from its array leaves."""
-        if self.structure is None:
+        if self.structure is None:  # pragma: no cover - handlers ask only sites that have one
             raise PPLError("this site has no distribution", site=self.name, source=self.source)
         return self.structure.build(arrays)
 
