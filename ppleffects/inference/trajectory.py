@@ -149,8 +149,10 @@ def advance(
     # A whole subtree joins the tree, and its choice replaces the tree's more often than its share.
     whole = (path.leaf + 1 == 1 << path.depth) & ~turning_inside & ~diverging
     replace = whole & (jnp.log(take_subtree) < sub_log_weight - path.log_weight)
-    total = jax.tree.map(lambda old, sub: jnp.where(whole, old + sub, old), path.total, sub_total)
-    turning = turning_inside | (whole & _turning(end.momentum, path.far.momentum, total))
+    # (All sums over coordinates are computed before any is looked at: on sharded latents, they cross the mesh at once.)
+    both = jax.tree.map(jnp.add, path.total, sub_total)
+    turning = turning_inside | (whole & _turning(end.momentum, path.far.momentum, both))
+    total = _where(whole, both, path.total)
     depth = path.depth + whole
     ended = turning | diverging | (whole & (depth >= max_depth))
 
