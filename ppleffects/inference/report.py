@@ -1,18 +1,50 @@
-"""What went wrong in a run: divergences, saturated trees, R-hat, effective sample sizes, E-BFMI, NaNs."""
+"""What went wrong in a run: divergences, saturated trees, R-hat, effective sample sizes, E-BFMI, stuck chains, NaNs."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ppleffects.inference import diagnostics
+from ppleffects.inference.diagnostics import MIN_DRAWS, MIN_MOVES, Draws
+from ppleffects.inference.table import aligned
+
 # Vehtari et al. 2021, sections 4 and 5; Betancourt 2016.
 MAX_RHAT = 1.01
 MIN_ESS_PER_CHAIN = 100
 MIN_BFMI = 0.3
-# R-hat and ESS of more scalars than this are those of an even selection: they cost milliseconds each.
-MAX_SCALARS = 500
+# The terminal that is supposed where there is none.
+WIDTH = 79
+
+
+@dataclass(frozen=True)
+class Check:
+    """One diagnostic, a row of the table.
+
+    Attributes:
+        diagnostic: its name.
+        value: what was found; "-" if nothing could be.
+        bound: what it is judged by.
+        ok: whether it is within the bound; None if that is unknown.
+        where: the scalar or the chains that have this value.
+        problem: what is wrong and what to do about it; empty if nothing is, or if another check says it.
+    """
+
+    diagnostic: str
+    value: str
+    bound: str
+    ok: bool | None
+    where: str = ""
+    problem: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of the table."""
+        verdict = "-" if self.ok is None else "yes" if self.ok else "NO"
+        return (self.diagnostic, self.value, self.bound, verdict, self.where)
 
 
 @dataclass(frozen=True)
@@ -28,12 +60,14 @@ class Report:
         max_rhat: largest rank-normalised split R-hat.
         max_rhat_name: the scalar that has it.
         min_ess_bulk: smallest bulk effective sample size.
+        min_ess_bulk_name: the scalar that has it.
         min_ess_tail: smallest tail effective sample size.
-        min_ess_name: the scalar that has the smaller of both.
+        min_ess_tail_name: the scalar that has it.
         min_bfmi: smallest energy Bayesian fraction of missing information over chains.
+        stuck_chains: numbers of the chains that stand still, or sit apart at far lower log-densities than another.
         num_scalars: scalars in the posterior.
         num_scalars_checked: scalars of which R-hat and ESS were computed.
-        problems: a sentence for each thing that is wrong.
+        checks: the rows of the table.
     """
 
     num_draws: int
@@ -44,38 +78,44 @@ class Report:
     max_rhat: float
     max_rhat_name: str
     min_ess_bulk: float
+    min_ess_bulk_name: str
     min_ess_tail: float
-    min_ess_name: str
+    min_ess_tail_name: str
     min_bfmi: float
+    stuck_chains: tuple[int, ...]
     num_scalars: int
     num_scalars_checked: int
-    problems: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, and what to do about it."""
+        return tuple(check.problem for check in self.checks if check.problem)
 
     def attrs(self) -> dict[str, Any]:
-        """The report as attributes of a DataTree."""
-        fields = asdict(self)
-        return {**fields, "problems": list(self.problems)}
+        """The report as attributes of a DataTree: numbers, strings, and lists of them."""
+        fields = {name: value for name, value in asdict(self).items() if name != "checks"}
+        return {**fields, "stuck_chains": list(self.stuck_chains), "problems": list(self.problems)}
 
     def text(self) -> str:
-        """The report as a few lines."""
-        checked = "" if self.num_scalars == self.num_scalars_checked else f" of {self.num_scalars}"
-        head = (
-            f"{self.num_draws} draws of {self.num_scalars_checked}{checked} scalars: "
-            f"R-hat <= {self.max_rhat:.3f} ({self.max_rhat_name}), "
-            f"ESS >= {self.min_ess_bulk:.0f} bulk and {self.min_ess_tail:.0f} tail ({self.min_ess_name}), "
-            f"E-BFMI >= {self.min_bfmi:.2f}, "
-            f"{self.num_diverging} divergences, {self.num_saturated} saturated trees, {self.num_nan} NaNs"
-        )
-        return "\n".join([head, *(f"- {problem}" for problem in self.problems)])
+        """The report as a table, and below it what to do."""
+        head = f"{self.num_draws} draws of {_count(self.num_scalars, 'scalar')}"
+        if self.num_scalars_checked < self.num_scalars:
+            head += f"; R-hat and ESS of the {self.num_scalars_checked} whose chains differ most"
+        rows = [("diagnostic", "value", "bound", "ok", "where"), *(check.row() for check in self.checks)]
+        problems = [textwrap.fill(problem, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False,
+                                  break_on_hyphens=False) for problem in self.problems]  # fmt: skip
+        return "\n".join([head, aligned(rows, right=(1,)), *problems])
 
 
 def diagnose(
-    posterior: dict[str, np.ndarray],
+    posterior: Draws,
     energy: np.ndarray,
     *,
     num_transitions: int,
     num_diverging: int,
     num_saturated: int,
+    lp: np.ndarray | None = None,
     max_rhat: float = MAX_RHAT,
 ) -> Report:
     """The report of a run.
@@ -86,116 +126,172 @@ def diagnose(
         num_transitions: transitions after warm-up, all chains together.
         num_diverging: how many of them diverged.
         num_saturated: how many of them were ended by the largest tree depth.
+        lp: log-density of each draw, by which stuck chains are found. ``(chain, draw)``
         max_rhat: a larger R-hat is a problem.
     """
     num_chains, num_draws = energy.shape
-    names, scalars = _scalars(posterior)
-    chosen = np.unique(np.linspace(0, len(names) - 1, min(len(names), MAX_SCALARS)).astype(int)) if names else []
-    rhat, bulk, tail = _convergence([scalars(index) for index in chosen], num_draws)
-    checked = [names[index] for index in chosen]
-    worst, ess_name = _at(checked, rhat, np.nanargmax), _at(checked, np.minimum(bulk, tail), np.nanargmin)
-    report = Report(
+    chosen, num_scalars = diagnostics.selection(posterior)
+    rhat, bulk, tail = diagnostics.convergence([posterior[name][:, :, *index] for name, index in chosen], num_draws)
+    names = [f"{name}[{', '.join(map(str, index))}]" if index else name for name, index in chosen]
+    worst_rhat, worst_bulk, worst_tail = (diagnostics.worst(names, values) for values in (-rhat, bulk, tail))
+    bfmi = diagnostics.bfmi(energy)
+    nans = {name: int(np.isnan(x).sum()) for name, x in posterior.items() if x.dtype.kind in "fc"}
+    stuck, stuck_check = _check_stuck(lp, posterior)
+    checks = (
+        _check_divergences(num_diverging, num_transitions),
+        _check_trees(num_saturated),
+        _check_rhat(-worst_rhat[0], worst_rhat[1], max_rhat, num_draws if num_scalars else None),
+        *_check_ess(worst_bulk, worst_tail, MIN_ESS_PER_CHAIN * num_chains, num_transitions // max(num_chains, 1)),
+        _check_bfmi(bfmi),
+        stuck_check,
+        _check_nans(nans),
+    )
+    return Report(
         num_draws=num_chains * num_draws,
         num_transitions=num_transitions,
         num_diverging=num_diverging,
         num_saturated=num_saturated,
-        num_nan=sum(int(np.isnan(array).sum()) for array in posterior.values() if array.dtype.kind in "fc"),
-        max_rhat=_extreme(rhat, np.nanmax),
-        max_rhat_name=worst,
-        min_ess_bulk=_extreme(bulk, np.nanmin),
-        min_ess_tail=_extreme(tail, np.nanmin),
-        min_ess_name=ess_name,
-        min_bfmi=_bfmi(energy),
-        num_scalars=len(names),
-        num_scalars_checked=len(checked),
+        num_nan=sum(nans.values()),
+        max_rhat=-worst_rhat[0],
+        max_rhat_name=worst_rhat[1],
+        min_ess_bulk=worst_bulk[0],
+        min_ess_bulk_name=worst_bulk[1],
+        min_ess_tail=worst_tail[0],
+        min_ess_tail_name=worst_tail[1],
+        min_bfmi=float(np.min(bfmi)) if bfmi.size else math.nan,
+        stuck_chains=stuck,
+        num_scalars=num_scalars,
+        num_scalars_checked=len(chosen),
+        checks=checks,
     )
-    return Report(**{**asdict(report), "problems": _problems(report, num_chains, max_rhat)})
 
 
-def _problems(report: Report, num_chains: int, max_rhat: float) -> tuple[str, ...]:
+# --- one check after the other ----------------------------------------------------------------------------------------
+
+
+def _check_divergences(number: int, num_transitions: int) -> Check:
+    percent = 100 * number / max(num_transitions, 1)
+    share = f"{percent:.1f}" if percent >= 0.1 else "under 0.1"
+    problem = (
+        f"{_count(number, 'divergence')} ({share} % of transitions): draws are missing where the posterior is "
+        "narrow. Take smaller steps, ppl.NUTS(target_accept=0.95), or other coordinates, "
+        "ppl.reparam(model, {name: LocScaleReparam(0.0)})."
+    )
+    return _counted("divergences", number, "", problem)
+
+
+def _check_trees(number: int) -> Check:
+    problem = (
+        f"{_count(number, 'tree')} ended by max_tree_depth: trajectories end before they turn, and draws depend on "
+        "each other. Give the latents like scales, warm up longer (num_warmup=), or allow longer trajectories, "
+        "ppl.NUTS(max_tree_depth=12)."
+    )
+    return _counted("saturated trees", number, "", problem)
+
+
+def _check_rhat(value: float, name: str, bound: float, num_draws: int | None) -> Check:
+    """Judges the largest R-hat; ``num_draws`` is None where there is no scalar to judge."""
+    known = not math.isnan(value)
+    ok = value <= bound if known else None if num_draws is None else False
+    problem = ""
+    if known and not ok:
+        problem = (
+            f"R-hat {_number(value, '.3f')} > {bound} for {name}: the chains disagree. Run longer (num_warmup=, "
+            "num_samples=); if they stay apart, the posterior has several modes: compare starts (init=), or write a "
+            "model with one."
+        )
+    elif num_draws is not None and num_draws < MIN_DRAWS:
+        problem = (
+            f"R-hat and ESS could not be computed: {num_draws} draws of each chain are too few. Ask for more "
+            "(num_samples=)."
+        )
+    elif not known and num_draws is not None:
+        problem = (
+            "R-hat and ESS could not be computed: no scalar is finite and varies. Look for chains that are stuck, and "
+            "for NaNs."
+        )
+    return Check("R-hat", _number(value, ".3f"), f"<= {bound}", ok, name, problem)
+
+
+def _check_ess(bulk: tuple[float, str], tail: tuple[float, str], bound: int, num_steps: int) -> tuple[Check, Check]:
+    """Judges both effective sample sizes; the smaller says what to do."""
+    kind, (value, name) = ("bulk", bulk) if bulk[0] <= tail[0] else ("tail", tail)
+    needed = num_steps * bound / max(value, 1.0)
+    if needed <= 10 * num_steps:
+        digits = 10 ** max(math.floor(math.log10(needed)) - 1, 0) if needed else 1
+        fix = f"Run longer: num_samples={math.ceil(needed / digits) * digits} or so."
+    else:
+        fix = "More draws help little: see to the other problems first, or try other coordinates (ppl.reparam)."
+    problem = f"{kind} ESS {value:.0f} < {bound} for {name}: means and quantiles are uncertain. {fix}"
+
+    def check(own: str, value: float, name: str) -> Check:
+        ok = None if math.isnan(value) else value >= bound
+        told = problem if ok is False and own == kind else ""
+        return Check(f"{own} ESS", _number(value, ".0f"), f">= {bound}", ok, name, told)
+
+    return check("bulk", *bulk), check("tail", *tail)
+
+
+def _check_bfmi(bfmi: np.ndarray) -> Check:
+    if not bfmi.size:
+        return Check("E-BFMI", "-", f">= {MIN_BFMI}", None)
+    value, ok = float(bfmi.min()), bool(bfmi.min() >= MIN_BFMI)
+    problem = (
+        f"E-BFMI {value:.2f} < {MIN_BFMI} in {_chains(np.flatnonzero(bfmi < MIN_BFMI))}: the energy mixes slowly, and "
+        "heavy tails are under-explored. Write heavy-tailed latents in other coordinates (ppl.reparam), or run longer."
+    )
+    return Check("E-BFMI", f"{value:.2f}", f">= {MIN_BFMI}", ok, _chains([np.argmin(bfmi)]), "" if ok else problem)
+
+
+def _check_stuck(lp: np.ndarray | None, posterior: Draws) -> tuple[tuple[int, ...], Check]:
+    """Chains that stand still or sit apart, and what to say of them."""
+    if lp is None or lp.shape[1] < 2 * MIN_DRAWS:
+        return (), Check("stuck chains", "-", "0", None)
+    later = np.asarray(lp[:, lp.shape[1] // 2 :], float)
+    still = [chain for chain in range(len(later)) if diagnostics.moves(chain, later[chain], posterior) < MIN_MOVES]
+    apart, best = diagnostics.apart(later, [chain for chain in range(len(later)) if chain not in still])
     problems = []
-    if report.num_diverging:
-        percent = 100 * report.num_diverging / max(report.num_transitions, 1)
-        share = f"{percent:.1f}" if percent >= 0.1 else "under 0.1"
+    if still:
         problems.append(
-            f"{report.num_diverging} divergences ({share} % of transitions): the draws are biased where the "
-            "posterior is narrow; raise target_accept or write the model in other coordinates"
+            f"{_chains(still)} hardly moved in the last {later.shape[1]} draws: steps are too long there. Take smaller "
+            "ones, ppl.NUTS(target_accept=0.95), warm up longer (num_warmup=), or start elsewhere (init=)."
         )
-    if report.num_saturated:
+    if apart:
+        about = ", ".join(f"{np.median(later[chain]):.4g} in chain {chain}" for chain in [*apart, best])
         problems.append(
-            f"{report.num_saturated} trees ended by max_tree_depth: sampling is slow; "
-            "rescale the latents, try dense_mass=True, or raise max_tree_depth"
+            f"{_chains(apart)} stayed at far lower log-densities than chain {best} ({about}): at a lesser mode, or "
+            'where it is hard to leave. Start near a mode, init="mode", or at values of your own, init={name: value}; '
+            "and warm up longer (num_warmup=)."
         )
-    if report.num_nan:
-        problems.append(f"{report.num_nan} NaNs among the posterior's values")
-    if report.max_rhat > max_rhat:
-        problems.append(
-            f"R-hat {report.max_rhat:.3f} > {max_rhat} for {report.max_rhat_name}: the chains disagree; "
-            "run longer, or look for several modes"
-        )
-    floor = MIN_ESS_PER_CHAIN * num_chains
-    if min(report.min_ess_bulk, report.min_ess_tail) < floor:
-        problems.append(
-            f"effective sample size {report.min_ess_bulk:.0f} (bulk), {report.min_ess_tail:.0f} (tail) < {floor} "
-            f"for {report.min_ess_name}: run longer"
-        )
-    if report.min_bfmi < MIN_BFMI:
-        problems.append(
-            f"E-BFMI {report.min_bfmi:.2f} < {MIN_BFMI}: the energy mixes slowly, heavy tails are under-explored"
-        )
-    if not np.isfinite(report.max_rhat) and report.num_draws:
-        problems.append("R-hat could not be computed: too few draws, or every scalar is constant")
-    return tuple(problems)
+    stuck = tuple(sorted([*still, *apart]))
+    return stuck, _counted("stuck chains", len(stuck), _chains(stuck), " ".join(problems))
 
 
-def _scalars(posterior: dict[str, np.ndarray]) -> tuple[list[str], Any]:
-    """Names of all scalars, and a function from a scalar's index to its draws ``(chain, draw)``."""
-    names, where = [], []
-    for name, array in posterior.items():
-        for index in np.ndindex(array.shape[2:]):
-            names.append(f"{name}[{', '.join(map(str, index))}]" if index else name)
-            where.append((name, index))
-    return names, lambda number: posterior[where[number][0]][(slice(None), slice(None), *where[number][1])]
+def _check_nans(nans: dict[str, int]) -> Check:
+    number, names = sum(nans.values()), ", ".join(name for name, count in nans.items() if count)
+    problem = (
+        f"{_count(number, 'NaN')} in {names}, whose scalars R-hat and ESS leave out. In a branch of cond that is not "
+        "taken NaN is right; elsewhere guard the arguments of log, sqrt and division."
+    )
+    return _counted("NaNs", number, names, problem)
 
 
-def _convergence(scalars: list[np.ndarray], num_draws: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """R-hat, bulk and tail ESS of each scalar; NaN for constants and where there are too few draws."""
-    from arviz_stats.base.array import array_stats  # imported when used: it costs a second
-
-    if num_draws < 8:
-        nan = np.full(len(scalars), np.nan)
-        return nan, nan, nan
-    results = np.full((3, len(scalars)), np.nan)
-    for number, draws in enumerate(scalars):
-        values = np.asarray(draws, float)
-        if not np.isfinite(values).all() or np.ptp(values) == 0:
-            continue
-        results[0, number] = array_stats.rhat(
-            _halves(values) if len(values) == 1 else values, chain_axis=0, draw_axis=1
-        )
-        results[1, number] = array_stats.ess(values, chain_axis=0, draw_axis=1, method="bulk")
-        results[2, number] = array_stats.ess(values, chain_axis=0, draw_axis=1, method="tail", prob=(0.05, 0.95))
-    return results[0], results[1], results[2]
+def _counted(diagnostic: str, number: int, where: str, problem: str) -> Check:
+    """A check of what should not be there at all."""
+    return Check(diagnostic, str(number), "0", not number, where, problem if number else "")
 
 
-def _halves(values: np.ndarray) -> np.ndarray:
-    """One chain as two, since R-hat asks for more than one."""
-    half = values.shape[1] // 2
-    return values[:, : 2 * half].reshape(2, half)
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _bfmi(energy: np.ndarray) -> float:
-    """Smallest E-BFMI over chains; NaN where there are too few draws."""
-    from arviz_stats.base.array import array_stats  # imported when used: it costs a second
-
-    if energy.shape[1] < 4 or not np.isfinite(energy).all():
-        return float("nan")
-    return float(np.min(array_stats.bfmi(np.asarray(energy, float))))
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _extreme(values: np.ndarray, pick: Any) -> float:
-    return float(pick(values)) if values.size and not np.isnan(values).all() else float("nan")
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}" if value < 1e6 else f"{value:.0e}"
 
 
-def _at(names: list[str], values: np.ndarray, pick: Any) -> str:
-    return names[int(pick(values))] if values.size and not np.isnan(values).all() else "none"
+def _chains(numbers: Any) -> str:
+    listed = ", ".join(str(int(number)) for number in numbers)
+    return "" if not listed else f"chain {listed}" if len(numbers) == 1 else f"chains {listed}"
