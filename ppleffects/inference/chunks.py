@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ppleffects.inference.kernel import density_arguments, potential
+from ppleffects.inference.kernel import density_arguments
 from ppleffects.inference.layout import Layout
-
-MAX_TRIES = 100
+from ppleffects.inference.starts import Start, Strategies, find_start, zeros_of
 
 
 @dataclass(frozen=True)
@@ -34,24 +32,6 @@ class Plan:
     log_likelihood: tuple[str, ...]
 
 
-class Start(NamedTuple):
-    """The search for one chain's starting point.
-
-    Attributes:
-        position: unconstrained values of the last try.
-        log_density: log-density there; a scalar.
-        gradient: gradient there.
-        found: whether both are finite.
-        num_tries: tries made.
-    """
-
-    position: dict[str, Array]
-    log_density: Array
-    gradient: dict[str, Array]
-    found: Array
-    num_tries: Array
-
-
 class Draws(NamedTuple):
     """What is kept of a draw, by name.
 
@@ -64,10 +44,10 @@ class Draws(NamedTuple):
     log_likelihood: dict[str, Array]
 
 
-@partial(jax.jit, static_argnames=("kernel", "layout", "num_warmup", "max_tries"))
+@partial(jax.jit, static_argnames=("kernel", "layout", "num_warmup", "max_tries", "strategies"))
 def run_start(
     target: Any, key: Array, chains: Array, given: dict[str, Array], *, kernel: Any, layout: Layout, num_warmup: int,
-    max_tries: int,
+    max_tries: int, strategies: Strategies = (),
 ) -> tuple[Any, Start]:  # fmt: skip
     """Draw a start for each chain until its density and gradient are finite.
 
@@ -80,6 +60,7 @@ def run_start(
         layout: where chains run.
         num_warmup: length of the warm-up.
         max_tries: tries per chain.
+        strategies: names of latents that start otherwise than uniformly, and how.
 
     Returns:
         The state of each chain, and how its start was found.
@@ -87,7 +68,7 @@ def run_start(
 
     def one_chain(target: Any, key: Array, chain: Array, given: dict[str, Array]) -> tuple[Any, Start]:
         start_key, kernel_key = jax.random.split(jax.random.fold_in(key, chain))
-        start = find_start(target, start_key, given, max_tries)
+        start = find_start(target, start_key, given, max_tries, strategies)
         point = (start.log_density, start.gradient)
         return kernel.init(target, start.position, kernel_key, num_warmup, point=point), start
 
@@ -155,30 +136,6 @@ def draw_shapes(target: Any, plan: Plan) -> Draws:
     return jax.eval_shape(lambda target, key: view(target, target.init(key), plan=plan), target, jax.random.key(0))
 
 
-def find_start(target: Any, key: Array, given: dict[str, Array], max_tries: int) -> Start:
-    """Draw a start of one chain until its density and gradient are finite."""
-    float_dtype = jnp.result_type(float)
-
-    def attempt(start: Start) -> Start:
-        position = target.init(jax.random.fold_in(key, start.num_tries))
-        if given:
-            values = target.constrain(position)
-            latents = {name: values[name] for name, site in target.sites.items() if site.kind == "sample"}
-            position = target.unconstrain(latents | given)
-        position = {name: jnp.asarray(value, float_dtype) for name, value in position.items()}
-        energy, slope = jax.value_and_grad(potential(target))(position)
-        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((position, energy, slope))]
-        found = jnp.stack(finite).all()
-        return Start(position, -energy, jax.tree.map(jnp.negative, slope), found, start.num_tries + 1)
-
-    def first() -> Start:
-        zero = jnp.zeros((), jnp.int32)
-        return attempt(Start({}, zero, {}, zero, zero))
-
-    nothing = zeros_of(jax.eval_shape(first))
-    return jax.lax.while_loop(lambda start: ~start.found & (start.num_tries < max_tries), attempt, nothing)
-
-
 def view(target: Any, position: dict[str, Array], *, plan: Plan) -> Draws:
     """What is kept of the draw at an unconstrained position."""
     values = target.constrain(position)
@@ -191,19 +148,6 @@ def _specs(axes: Any, per_chain: PartitionSpec) -> Any:
     return jax.tree.map(
         lambda axis: PartitionSpec() if axis is None else per_chain, axes, is_leaf=lambda axis: axis is None
     )
-
-
-def zeros_of(shapes: Any, *leading: int) -> Any:
-    """Zeros of the given shapes, types of an Explicit mesh included, behind new leading axes."""
-
-    def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
-        shape = (*leading, *leaf.shape)
-        if isinstance(leaf.sharding, NamedSharding) and any(leaf.sharding.spec):
-            spec = PartitionSpec(*[None] * len(leading), *leaf.sharding.spec)
-            return jnp.zeros(shape, leaf.dtype, out_sharding=spec)
-        return jnp.zeros(shape, leaf.dtype)
-
-    return jax.tree.map(zeros, shapes)
 
 
 def _write(buffers: Any, values: Any, row: Array) -> Any:

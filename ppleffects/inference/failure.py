@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from ppleffects.errors import NoValidStartError
-from ppleffects.inference.chunks import Start
 from ppleffects.inference.layout import Layout
+from ppleffects.inference.start_rules import values_at
+from ppleffects.inference.starts import Start
+from ppleffects.inference.table import aligned
 
 
-def check_starts(target: Any, start: Start, layout: Layout, arguments: dict[str, Any]) -> None:
+def check_starts(
+    target: Any, start: Start, layout: Layout, arguments: dict[str, Any], given: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Raise where a chain has no start with a finite density and gradient.
 
     Args:
@@ -20,6 +25,7 @@ def check_starts(target: Any, start: Start, layout: Layout, arguments: dict[str,
         start: the search of all chains.
         layout: where they run.
         arguments: the model's arguments by name, among which a NaN is looked for.
+        given: values that chains were to start at. ``(chain, *site)``
 
     Raises:
         NoValidStartError: with a row for each site: value, log-probability, finite or not, and the line.
@@ -29,11 +35,25 @@ def check_starts(target: Any, start: Start, layout: Layout, arguments: dict[str,
         return
     chain = int(np.argmin(found))
     failed = jax.tree.map(lambda leaf: np.asarray(leaf)[chain], start)
-    table = site_table(target, failed)
+    own = {name: np.asarray(value)[chain] for name, value in (given or {}).items()}
+    table = site_table(target, failed, own)
+    chains = f"chains without: {[int(chain) for chain in np.flatnonzero(~found)]}"
+    outside = [name for name, flag in failed.outside.items() if flag]
+    if outside:
+        site = target.sites[outside[0]]
+        raise NoValidStartError(
+            f"a value of init= lies outside of the support of its site ({chains}); "
+            f"chain {chain} was to start at\n{table}",
+            site=site.name,
+            source=site.source,
+            expected=f"a value in the support of {type(site.dist).__name__}: {_support(site)}",
+            found=_summary(own[site.name]) + (f", and {', '.join(outside[1:])} are outside too" if outside[1:] else ""),
+            fix="give a value with a positive density, or leave the site out",
+        )
     holding_nan = [name for name, value in arguments.items() if _has_nan(value)]
     raise NoValidStartError(
         f"no starting point with a finite log-density and gradient in {int(failed.num_tries)} tries "
-        f"(chains without: {[int(chain) for chain in np.flatnonzero(~found)]}); chain {chain} ended at\n{table}",
+        f"({chains}); chain {chain} ended at\n{table}",
         expected="a finite log-density and gradient",
         found=f"log-density {float(failed.log_density):.6g}"
         + (f"; NaN in the model's argument {', '.join(holding_nan)}" if holding_nan else ""),
@@ -41,24 +61,35 @@ def check_starts(target: Any, start: Start, layout: Layout, arguments: dict[str,
     )
 
 
-def site_table(target: Any, start: Start) -> str:
-    """A row for each site: name, value, log-probability, gradient, finite or not, source line."""
-    position = {name: np.asarray(value, target.sites[name].dtype) for name, value in start.position.items()}
-    values, log_probs = jax.jit(lambda target, position: (target.constrain(position), target.log_probs(position)))(
-        target, position
-    )
+def site_table(target: Any, start: Start, given: Mapping[str, np.ndarray]) -> str:
+    """A row for each site: name, value, log-probability, gradient, finite or not, source line.
+
+    Where a value lies outside of its support, there is no position, and so no gradient.
+    """
+    free = {name: u for name, u in start.position.items() if name not in given}
+    values, log_probs = jax.jit(values_at)(target, free, given)
     values = {**target.observed(), **values}
+    outside = any(start.outside.values())
     rows = [("site", "kind", "value", "log-prob", "gradient", "finite", "line")]
     for name, site in target.sites.items():
-        value, log_prob, gradient = values.get(name), log_probs.get(name), start.gradient.get(name)
+        value, log_prob = values.get(name), log_probs.get(name)
+        gradient = None if outside else start.gradient.get(name)
         total = None if log_prob is None else np.sum(np.asarray(log_prob))
         finite = all(np.isfinite(np.asarray(part)).all() for part in (value, total, gradient) if part is not None)
         cells = (_summary(value), _summary(total), _summary(gradient))
         rows.append((name, site.kind, *cells, "yes" if finite else "NO", str(site.source)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)
+
+
+def _support(site: Any) -> str:
+    """The support of a site, with its bounds where they are numbers."""
+    constraint = site.support
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    name = type(constraint).__name__.strip("_")
+    bounds = {part: getattr(constraint, part, None) for part in ("lower_bound", "upper_bound")}
+    known = [f"{part}={bound}" for part, bound in bounds.items() if isinstance(bound, int | float)]
+    return f"{name}({', '.join(known)})" if known else name
 
 
 def _summary(value: Any) -> str:

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppleffects.errors import NotAvailableError, SettingsError, ShapeError, ValuesError
+from ppleffects.errors import NotAvailableError, SettingsError
 from ppleffects.inference.chunks import Plan, draw_shapes
 from ppleffects.inference.settings import check_numbers
-from ppleffects.interpretations.run import as_numbers, cast
-from ppleffects.language.arguments import as_mapping, as_names
+from ppleffects.language.arguments import as_names
 
 GROUPS = ("warmup", "log_likelihood")
 # Draws that wait on the devices for the end of a chunk take at most so many bytes, in all.
@@ -34,7 +33,7 @@ class Options:
     keep: Sequence[str] | None
     groups: Sequence[str]
     chunk_size: int | None
-    init: Mapping[str, Any] | None
+    init: Mapping[str, Any] | str | None
     checkpoint: Any
 
     def checked(self, kernel: Any, mesh: Any) -> Options:
@@ -98,40 +97,6 @@ class Options:
             row_bytes = self.num_chains * sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
             rows = int(np.clip(MAX_BUFFER_BYTES // max(row_bytes, 1), 1, MAX_BUFFER_ROWS))
         return Plan(rows * self.thinning, self.thinning, keep, pointwise)
-
-    def given_starts(self, target: Any, chains: np.ndarray) -> tuple[dict[str, np.ndarray], bool]:
-        """The values of ``init`` for each chain ``(chain, *site)``, and whether they leave nothing to draw.
-
-        Raises:
-            ValuesError: ``init`` names something else than a latent.
-            DTypeError: a value is no array of numbers, or a cast to the site's dtype would lose.
-            ShapeError: a value has neither the site's shape nor that with a leading axis of chains.
-        """
-        latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
-        given = {}
-        for name, value in as_mapping({} if self.init is None else self.init, "init=").items():
-            if name not in latents:
-                raise ValuesError(
-                    f"init= names '{name}', which is no latent site",
-                    expected=f"among {sorted(latents)}",
-                    found=f"'{name}'",
-                    fix="leave it out: only latents start somewhere",
-                )
-            site = latents[name]
-            value = as_numbers(value, name, site.source)
-            each = (self.num_chains, *site.shape)
-            if np.shape(value) not in (tuple(site.shape), each):
-                raise ShapeError(
-                    "the value of init= has the wrong shape",
-                    site=name,
-                    source=site.source,
-                    expected=f"{tuple(site.shape)} for all chains, or {each} for each",
-                    found=f"{np.shape(value)}",
-                    fix="give the site's shape, or stack the starts of the chains along a new leading axis",
-                )
-            array = np.asarray(cast(value, site.dtype, name, site.source))
-            given[name] = np.broadcast_to(array, each)[chains]
-        return given, set(given) == set(latents)
 
 
 def _check_objects(kernel: Any, mesh: Any) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 from jax import Array
 
 from ppleffects.errors import LayoutWarning
-from ppleffects.inference.chunks import MAX_TRIES, Plan, run_chunk, run_start
+from ppleffects.inference.chunks import Plan, run_chunk, run_start
 from ppleffects.inference.failure import check_starts
 from ppleffects.inference.layout import Layout
 from ppleffects.inference.machine import Machine
 from ppleffects.inference.options import Options
 from ppleffects.inference.progress import Progress
 from ppleffects.inference.report import Report, diagnose
+from ppleffects.inference.starts import given_starts
 from ppleffects.inference.store import Phase
 from ppleffects.inference.stream import Chunk, advance_chains, begin_chains
 
@@ -63,18 +64,17 @@ class Run:
     def _start(self, key: Array, arguments: dict[str, Any]) -> bool:
         """Find the starting points, or return False where the programs would never end on this layout."""
         layout, chains = self._layout, self._layout.chains
-        given, all_given = self._options.given_starts(self.target, chains)
-        args = (self.target, layout.place_data(key), layout.place_chains(chains), layout.place_chains(given))
-        tries = 1 if all_given else MAX_TRIES
+        given = given_starts(self._options.init, self.target, chains, self._options.num_chains)
+        args = (self.target, layout.place_data(key), layout.place_chains(chains), layout.place_chains(given.values))
+        static = {"layout": layout, "max_tries": given.max_tries, "strategies": given.strategies}
         if self._machine is not None:
-            find, static = begin_chains, {"machine": self._machine, "layout": layout, "max_tries": tries}
+            find, static = begin_chains, {**static, "machine": self._machine}
         else:
-            static = {"kernel": self._kernel, "layout": layout, "max_tries": tries}
-            find, static = run_start, {**static, "num_warmup": self._options.num_warmup}
+            find, static = run_start, {**static, "kernel": self._kernel, "num_warmup": self._options.num_warmup}
         if layout.waits_on_permutes and _permutes(find.lower(*args, **static)):
             return False
         self._state, start = find(*args, **static)
-        check_starts(self.target, start, layout, arguments)
+        check_starts(self.target, start, layout, arguments, given.values)
         if layout.waits_on_permutes:
             advance, args, static = self._program(0, record=False)
             return not _permutes(advance.lower(*args, **static))

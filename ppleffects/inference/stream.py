@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ppleffects.inference.chunks import Draws, Plan, Start, find_start, view, zeros_of
+from ppleffects.inference.chunks import Draws, Plan, view
 from ppleffects.inference.layout import Layout
 from ppleffects.inference.machine import STATS, Chain, Machine, Rows
+from ppleffects.inference.starts import Start, Strategies, find_start, zeros_of
 
 
 class Chunk(NamedTuple):
@@ -33,10 +34,11 @@ class Chunk(NamedTuple):
     draws: Draws
 
 
-@partial(jax.jit, static_argnames=("machine", "layout", "max_tries"))
+@partial(jax.jit, static_argnames=("machine", "layout", "max_tries", "strategies"))
 def begin_chains(
-    target: Any, key: Array, chains: Array, given: dict[str, Array], *, machine: Machine, layout: Layout, max_tries: int
-) -> tuple[Chain, Start]:
+    target: Any, key: Array, chains: Array, given: dict[str, Array], *, machine: Machine, layout: Layout,
+    max_tries: int, strategies: Strategies = (),
+) -> tuple[Chain, Start]:  # fmt: skip
     """Draw a start for each chain until its density and gradient are finite, and begin its first trajectory.
 
     Args:
@@ -47,11 +49,12 @@ def begin_chains(
         machine: the sampler.
         layout: where chains run.
         max_tries: tries per chain.
+        strategies: names of latents that start otherwise than uniformly, and how.
     """
 
     def one_chain(target: Any, key: Array, chain: Array, given: dict[str, Array]) -> tuple[Chain, Start]:
         start_key, chain_key = jax.random.split(jax.random.fold_in(key, chain))
-        start = find_start(target, start_key, given, max_tries)
+        start = find_start(target, start_key, given, max_tries, strategies, machine.coordinates)
         return machine.init(target, start.position, chain_key), start
 
     def shard(target: Any, key: Array, chains: Array, given: dict[str, Array]) -> tuple[Chain, Start]:

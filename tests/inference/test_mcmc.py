@@ -358,7 +358,7 @@ def test_no_valid_start_gives_a_table():
 
 def test_no_valid_start_of_given_values():
     with pytest.raises(NoValidStartError, match=r"in 1 tries \(chains without: \[1\]\); chain 1 ended at"):
-        mcmc(model, init={"mu": [0.0, np.inf], "rate": 1.0}, num_chains=2, progress=False)(0, Y)
+        mcmc(model, init={"mu": [0.0, 1e200], "rate": 1.0}, num_chains=2, progress=False)(0, Y)
 
 
 def interrupt_at(monkeypatch, phase, raise_it):
