@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from numpyro.optim import Adam
 
 from ppleffects.errors import DTypeError, SettingsError, ShapeError, ValuesError
+from ppleffects.inference.climb import climb
 from ppleffects.inference.coordinates import Coordinates
 from ppleffects.inference.kernel import potential
 from ppleffects.inference.start_rules import place
@@ -23,8 +23,6 @@ from ppleffects.language.arguments import as_mapping
 
 MAX_TRIES = 100
 UNIFORM, PRIOR, MODE = STRATEGIES = ("uniform", "prior", "mode")
-# Steps towards the mode; their lengths go down from the first to the last, and sum to about 43.
-MODE_STEPS, FIRST_STEP, LAST_STEP = 300, 1.0, 0.001
 
 type Strategies = tuple[tuple[str, str], ...]
 
@@ -97,7 +95,16 @@ def find_start(
 
     nothing = zeros_of(jax.eval_shape(first))
     start = jax.lax.while_loop(lambda start: ~start.found & (start.num_tries < max_tries), attempt, nothing)
-    return _climbed(target, evaluate, start, given, climbing, key) if climbing else start
+    if not climbing:
+        return start
+
+    def moved(position: dict[str, Array], best: Start) -> Start:
+        if not given:
+            return evaluate(position, {}, best.num_tries)
+        free = {name: u for name, u in position.items() if name not in given}
+        return evaluate(*place(target, free, given, key), best.num_tries)
+
+    return climb(moved, start, climbing)
 
 
 def _energy(target: Any, coordinates: Coordinates | None) -> Callable[[dict[str, Array]], Array]:
@@ -118,41 +125,6 @@ def _evaluate(
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((position, value, slope))]
     found = jnp.stack([*finite, *(~flag for flag in outside.values())]).all()
     return Start(position, -value, jax.tree.map(jnp.negative, slope), outside, found, num_tries)
-
-
-def _climbed(
-    target: Any,
-    evaluate: Callable[..., Start],
-    start: Start,
-    given: dict[str, Array],
-    climbing: tuple[str, ...],
-    key: Array,
-) -> Start:
-    """The best point on a way of fixed length up the log-density, in some latents; the others stay where they are.
-
-    The optimiser forgets soon how long gradients were: at a start they may be longer than later by many orders.
-    """
-    decay = (LAST_STEP / FIRST_STEP) ** (1 / MODE_STEPS)
-    adam = Adam(lambda step: FIRST_STEP * decay**step, b2=0.9)
-
-    def step(_: Any, state: tuple[Start, Any]) -> tuple[Start, Any]:
-        best, optimiser = state
-        free = {name: u for name, u in {**best.position, **adam.get_params(optimiser)}.items() if name not in given}
-        position, outside = place(target, free, given, key) if given else (free, {})
-        here = evaluate(position, outside, best.num_tries)
-        better = here.found & (~best.found | (here.log_density > best.log_density))
-        best = _where(better, here, best)
-        moved = adam.update({name: -here.gradient[name] for name in climbing}, optimiser)
-        # Beyond the finite it goes back to the best point and tries shorter steps.
-        back = (moved[0], adam.init({name: best.position[name] for name in climbing})[1])
-        return best, _where(here.found, moved, back)
-
-    optimiser = adam.init({name: start.position[name] for name in climbing})
-    return jax.lax.fori_loop(0, MODE_STEPS, step, (start, optimiser))[0]
-
-
-def _where(flag: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), new, old)
 
 
 def zeros_of(shapes: Any, *leading: int) -> Any:
