@@ -106,8 +106,9 @@ def _with_draw(ctx: Context, site: SiteParams, invals: list[Any]) -> Context:
     """The context in which a site is given its draw, or nothing where its distribution has to draw by itself."""
     values = dict(ctx.inputs.values)
     u = values.pop(site.name)
-    with contextlib.suppress(NotImplementedError):
-        values[site.name] = _in_lanes(_quantile, site, invals, u)
+    drawn = _in_lanes(_quantile, site, invals, u)
+    if drawn is not None:
+        values[site.name] = drawn
     return dataclasses.replace(ctx, inputs=Inputs(values))
 
 
@@ -120,7 +121,7 @@ def _telling_outside(ctx: Context, site: SiteParams, invals: list[Any], value: A
     return ctx.written(site.name, dataclasses.replace(record, log_prob=jnp.where(inside, 0.0, -jnp.inf)))
 
 
-def _in_lanes(fn: Callable[[Any, Array], Array], site: SiteParams, invals: list[Any], x: Array) -> Array:
+def _in_lanes(fn: Callable[[Any, Array], Any], site: SiteParams, invals: list[Any], x: Array) -> Any:
     """``fn`` of the distribution and the entry of ``x`` in each lane."""
     arrays = invals[: len(invals) - site.masked - site.scaled - site.conditional]
     lanes = [Lane(lane.name, lane.size, lane.mapped[: len(arrays)]) for lane in site.lanes]
@@ -135,16 +136,15 @@ def _inside(distribution: Any, value: Array) -> Array:
     return jnp.asarray(constraint(value))
 
 
-def _quantile(distribution: Any, u: Array) -> Array:
-    """The value below which a share ``u`` of a distribution lies.
-
-    Raises:
-        NotImplementedError: the distribution has no such function.
-    """
-    if protocol.is_tfp(distribution) and not tuple(distribution.event_shape):
-        return distribution.quantile(u)
+def _quantile(distribution: Any, u: Array) -> Array | None:
+    """The value below which a share ``u`` of a distribution lies; None where the distribution does not know it."""
     while isinstance(distribution, WRAPPERS):
         distribution = distribution.base_dist
-    if not isinstance(distribution, dist.Distribution) or distribution.event_shape:
-        raise NotImplementedError
-    return distribution.icdf(u)
+    if tuple(distribution.event_shape):
+        return None
+    with contextlib.suppress(NotImplementedError):
+        if protocol.is_tfp(distribution):
+            return distribution.quantile(u)
+        if isinstance(distribution, dist.Distribution):
+            return distribution.icdf(u)
+    return None

@@ -160,7 +160,7 @@ def given_starts(init: Any, target: Any, chains: np.ndarray, num_chains: int) ->
     """
     latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
     if isinstance(init, str):
-        init = dict.fromkeys(latents, init)
+        init = dict.fromkeys(latents, _strategy(init))
     asked = as_mapping({} if init is None else init, "init=")
     for name in asked:
         if name not in latents:
@@ -170,7 +170,7 @@ def given_starts(init: Any, target: Any, chains: np.ndarray, num_chains: int) ->
                 found=f"'{name}'",
                 fix="leave it out: only latents start somewhere",
             )
-    named = {name: _strategy(name, value) for name, value in asked.items() if isinstance(value, str)}
+    named = {name: _strategy(value, f" for '{name}'") for name, value in asked.items() if isinstance(value, str)}
     values = {
         name: _value(latents[name], value, num_chains)[chains] for name, value in asked.items() if name not in named
     }
@@ -178,12 +178,12 @@ def given_starts(init: Any, target: Any, chains: np.ndarray, num_chains: int) ->
     return Given(values, strategies, 1 if len(values) == len(latents) else MAX_TRIES)
 
 
-def _strategy(name: str, strategy: str) -> str:
+def _strategy(strategy: str, of: str = "") -> str:
     if strategy not in STRATEGIES:
         raise SettingsError(
             "init= names an unknown way to start",
             expected=f"one of {STRATEGIES}, or values",
-            found=f"'{strategy}' for '{name}'",
+            found=f"'{strategy}'{of}",
             fix='init="prior" for all latents, or init={"x": 0.5, "y": "prior"} for each its own',
         )
     return strategy

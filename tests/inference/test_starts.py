@@ -369,7 +369,7 @@ def single():
 
 
 REFUSED = {
-    "strategy": ("median", SettingsError, r"unknown way to start.*'median' for 'mu'"),
+    "strategy": ("median", SettingsError, r"unknown way to start.*found: 'median'\n"),
     "strategy of one": ({"rate": "Prior"}, SettingsError, r"one of \('uniform', 'prior', 'mode'\).*'Prior' for 'rate'"),
     "list": ([1.0], ValuesError, r"init= must be a dict"),
     "name": ({"nu": 1.0}, ValuesError, r"init= names 'nu', which is no latent site"),
