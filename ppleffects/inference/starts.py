@@ -147,7 +147,8 @@ def given_starts(init: Any, target: Any, chains: np.ndarray, num_chains: int) ->
     """What ``init`` asks for, of each chain.
 
     Args:
-        init: None, a strategy, or a mapping from latents to values or strategies.
+        init: None, a strategy, a mapping from latents to values or strategies, or a draw of a former posterior: a
+            Dataset, of which what are no latents is left out.
         target: the density.
         chains: numbers of the chains that run. ``(padded,)``
         num_chains: chains that were asked for.
@@ -161,6 +162,8 @@ def given_starts(init: Any, target: Any, chains: np.ndarray, num_chains: int) ->
     latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
     if isinstance(init, str):
         init = dict.fromkeys(latents, _strategy(init))
+    elif hasattr(init, "data_vars"):
+        init = {name: array.values for name, array in init.data_vars.items() if name in latents}
     asked = as_mapping({} if init is None else init, "init=")
     for name in asked:
         if name not in latents:

@@ -361,6 +361,23 @@ def test_a_run_starts_there(kernel):
     np.testing.assert_allclose(mixed.x, best, atol=1e-3)
 
 
+def test_a_former_posterior_is_a_start():
+    settings = {"num_chains": 3, "num_warmup": 0, "progress": False}
+
+    def longer(y):
+        ppl.deterministic("double", 2 * ppl.sample("new", dist.Normal(0.0, 1.0)))
+        model(y)
+
+    tree = mcmc(model, NUTS(step_size=0.1, adapt_step_size=False), num_samples=5, **settings)(0, Y)
+    still = NUTS(step_size=1e-9, adapt_step_size=False)
+    for last in (tree.posterior.isel(draw=-1), tree.posterior.to_dataset().isel(draw=-1)):
+        again = mcmc(longer, still, init=last, num_samples=1, **settings)(1, Y)
+        for name in ("mu", "rate", "between", "walk"):
+            np.testing.assert_allclose(again.posterior[name][:, 0], tree.posterior[name][:, -1], rtol=1e-5)
+    with pytest.raises(ShapeError, match=r"\(\) for all chains, or \(3,\) for each"):
+        mcmc(model, init=tree.posterior, **settings)(0, Y)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +492,14 @@ def test_a_value_outside_of_a_support_that_depends_on_another():
 
 
 def test_values_in_steps_and_lanes_and_branches():
+    def some(flag, x):
+        branches = (lambda x: ppl.sample("some", dist.HalfNormal(x)), lambda x: ppl.sample("some", dist.Exponential(x)))
+        lax.cond(flag, *branches, x)
+
     def nested(flags):
+        mask = jnp.array([True, False])
+        ppl.mask(ppl.scale(lambda: ppl.sample("m", dist.HalfNormal(jnp.ones(2))), 0.5), mask)()
+        jax.vmap(some)(jnp.array([True, False, True]), jnp.arange(1.0, 4.0))
         _, _ = lax.scan(lambda c, _: (c, ppl.sample("s", dist.HalfNormal(1.0))), 0.0, None, length=2)
         jax.vmap(lambda x: ppl.sample("v", dist.Exponential(1.0 + x)))(jnp.arange(3.0))
         lax.cond(
@@ -485,12 +509,17 @@ def test_values_in_steps_and_lanes_and_branches():
         )
 
     flags = np.array([True])
-    given = {"s": [0.5, 1.5], "v": [1.0, 2.0, 3.0], "b": 0.25}
+    given = {"s": [0.5, 1.5], "v": [1.0, 2.0, 3.0], "b": 0.25, "m": [0.5, 2.0], "some": [0.1, 0.2, 0.3]}
     _, values = starts(ppl.target(nested)(flags), given, 2)
     for name, value in given.items():
         np.testing.assert_allclose(values[name], np.broadcast_to(value, (2, *np.shape(value))), rtol=100 * EPS)
-    for name, bad in {"s": [0.5, -1.5], "v": [1.0, -2.0, 3.0], "b": -0.25}.items():
+    for name, bad in {"s": [0.5, -1.5], "v": [1.0, -2.0, 3.0], "b": -0.25, "some": [1.0, -0.2, 0.3]}.items():
         assert f"site '{name}'" in failure(nested, flags, init={**given, name: bad})
+    own = jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys_of(3))
+    drawn = jax.vmap(lambda key: ppl.simulate(nested)(key, flags).latents)(own)
+    _, values = starts(ppl.target(nested)(flags), "prior", 3)
+    for name in given:
+        np.testing.assert_allclose(values[name], drawn[name], rtol=1e4 * EPS)
 
 
 def test_zeros_keep_the_types_of_an_explicit_mesh():
