@@ -19,11 +19,12 @@ MIN_MOVES, APART = 0.05, 3.0
 
 def _difference(array: np.ndarray) -> np.ndarray:
     """The variance between the halves of chains over that within, for each scalar; NaN where nothing varies."""
-    halves = array[:, : 2 * (array.shape[1] // 2)]
-    halves = halves.reshape(2 * len(array), -1, math.prod(array.shape[2:])).astype(float, copy=False)
-    if halves.shape[1] < 2:
-        return np.zeros(halves.shape[2])
-    return halves.mean(1).var(0, ddof=1) / halves.var(1, ddof=1).mean(0)
+    half, size = array.shape[1] // 2, math.prod(array.shape[2:])
+    if half < 2:
+        return np.zeros(size)
+    halves = [chain[start : start + half].reshape(half, size) for chain in array for start in (0, half)]
+    within = np.mean([x.var(0, ddof=1, dtype=float) for x in halves], axis=0)
+    return np.var([x.mean(0, dtype=float) for x in halves], axis=0, ddof=1) / within
 
 
 def _halves(values: np.ndarray) -> np.ndarray:
