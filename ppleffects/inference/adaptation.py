@@ -6,17 +6,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ppleffects.inference.coordinates import VECTOR
-from ppleffects.inference.metric import Metric, Tree
+from ppleffects.inference.metric import Metric, Shape, Tree, is_sharded
 
 # Hoffman and Gelman 2014, section 3.2.
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
 # The metric is estimated anew at the end of each window, from the later half of the draws so far, but no more than:
 MAX_WINDOW = 160
-# Regularisation and cutoff of the eigenvalues, as Seyboldt, Carlson and Carpenter 2026 have them.
-RIDGE, CUTOFF = 1e-5, 2.0
+FIRST_WINDOW = 10
+# Where directions reach all leaves they are looked for in what so many draws and their gradients span.
+MAX_SPAN = 64
+# Regularisation, as Seyboldt, Carlson and Carpenter 2026 have it.
+RIDGE = 1e-5
 
 
 class StepSize(NamedTuple):
@@ -43,7 +47,7 @@ def start_step(log_step: Array) -> StepSize:
     return StepSize(log_step, log_step, zero, zero, log_step + jnp.log(2.0))
 
 
-def adapt_step(state: StepSize, acceptance: Array, target: float) -> StepSize:
+def adapt_step(state: StepSize, acceptance: Array, target: Array) -> StepSize:
     """The adaptation after a transition with a mean acceptance probability."""
     number = state.number + 1
     weight = 1 / (number + T0)
@@ -57,24 +61,36 @@ def window_ends(num_warmup: int) -> list[int]:
     """Draws after which the metric is estimated anew: often at first, then less and less."""
     ends: list[int] = []
     last = num_warmup - min(max(num_warmup // 5, 60), num_warmup // 2)
-    end = 10
+    end = FIRST_WINDOW
     while end <= last:
         ends.append(end)
         end += 10 if end < 60 else 20 if end < 120 else 40 if end < 320 else 80
     return ends
 
 
-def first_metric(gradient: Tree, rank: int) -> Metric:
-    """A first scale from the gradient at the start."""
+def estimate(shape: Shape, draws: Tree, gradients: Tree, used: Array, latest: Array) -> Metric:
+    """The metric of a posterior from draws and the gradients there.
 
-    def scale(g: Array) -> Array:
-        return jnp.clip(jax.lax.rsqrt(jnp.maximum(jnp.abs(g), 1e-20)), 1e-10, 1e10)
-
-    metric = Metric({name: scale(g) for name, g in gradient.items()})
-    if not rank:
-        return metric
-    vector = gradient[VECTOR]
-    return metric._replace(vectors=jnp.zeros((rank, vector.size), vector.dtype), values=jnp.ones(rank, vector.dtype))
+    Args:
+        shape: what the metric has beside its diagonal.
+        draws: positions. ``(draw, *leaf)``
+        gradients: gradients of the log-density at them.
+        used: which of them count. ``(draw,)``
+        latest: indices of all draws, the newest first. ``(draw,)``
+    """
+    scale, x, g = {}, {}, {}
+    for name in draws:
+        scale[name], centred_draws, centred_gradients = diagonal(draws[name], gradients[name], used)
+        x[name], g[name] = centred_draws / scale[name][None], centred_gradients * scale[name][None]
+    if not shape.num_directions:
+        return Metric(scale, {}, jnp.zeros(0))
+    if not shape.wide:
+        vectors, values = fisher_directions(x[VECTOR], g[VECTOR], shape)
+        return Metric(scale, {VECTOR: vectors}, values)
+    newest = latest[:MAX_SPAN]
+    x, g = ({name: leaf[newest] for name, leaf in tree.items()} for tree in (x, g))
+    vectors, values = spanned_directions(x, g, shape)
+    return Metric(scale, vectors, values)
 
 
 def diagonal(draws: Array, gradients: Array, used: Array) -> tuple[Array, Array, Array]:
@@ -98,23 +114,62 @@ def diagonal(draws: Array, gradients: Array, used: Array) -> tuple[Array, Array,
     return jnp.where(scale > 0, scale, 1.0), draws, gradients
 
 
-def fisher_vector(draws: Array, gradients: Array, used: Array, rank: int) -> tuple[Array, Array, Array]:
-    """Scale, directions and eigenvalues of the metric of a vector (Seyboldt, Carlson and Carpenter 2026, algorithm 1).
+def fisher_directions(x: Array, g: Array, shape: Shape) -> tuple[Array, Array]:
+    """Directions and eigenvalues of the metric of a vector (Seyboldt, Carlson and Carpenter 2026, algorithm 1).
 
     The metric is the geometric mean of the covariance of draws and the inverse covariance of gradients, both of
     standardised coordinates and regularised; directions whose eigenvalue is near 1 are left as they are.
+
+    Args:
+        x: draws, standardised. ``(draw, coordinate)``
+        g: gradients there, too.
+        shape: what to look for.
     """
-    scale, draws, gradients = diagonal(draws, gradients, used)
-    x, g = draws / scale[None], gradients * scale[None]
-    size = x.shape[1]
-    ridge = RIDGE * jnp.eye(size, dtype=x.dtype)
-    mean = _geometric_mean(x.T @ x + ridge, g.T @ g + ridge)
-    values, vectors = jnp.linalg.eigh(mean)
+    second_moments = x.T @ x, g.T @ g
+    if shape.blocks is not None:
+        number = np.asarray(shape.blocks)
+        within = number[:, None] == number[None, :]
+        second_moments = [jnp.where(within, moment, 0.0) for moment in second_moments]
+    vectors, values = _informative(*second_moments, shape)
+    return vectors.T, values
+
+
+def spanned_directions(x: Tree, g: Tree, shape: Shape) -> tuple[Tree, Array]:
+    """The same over all leaves, within what draws and gradients span; the cost is linear in the size of a position.
+
+    Args:
+        x: draws, standardised. ``(draw, *leaf)``
+        g: gradients there, too.
+        shape: what to look for.
+    """
+    rows = {name: jnp.concatenate([x[name], g[name]]) for name in x}
+    gram = jnp.sum(jnp.stack([_products(leaf) for leaf in rows.values()]), 0)
+    sizes, combinations = jnp.linalg.eigh(gram)
+    real = sizes > 1e-10 * sizes[-1]
+    weights = jnp.where(real, jax.lax.rsqrt(jnp.where(real, sizes, 1.0)), 0.0)
+    basis = combinations * weights[None]  # (row, direction)
+    count = gram.shape[0] // 2
+    along = gram @ basis
+    vectors, values = _informative(along[:count].T @ along[:count], along[count:].T @ along[count:], shape)
+    weights = (basis @ vectors).T
+    return {name: jnp.tensordot(weights, leaf, 1) for name, leaf in rows.items()}, values
+
+
+def _products(rows: Array) -> Array:
+    """Inner products of all pairs of rows."""
+    if rows.ndim == 2 and not is_sharded(rows):
+        return rows @ rows.T
+    return jax.lax.map(lambda row: jnp.sum(rows * row[None], tuple(range(1, rows.ndim))), rows)
+
+
+def _informative(draws: Array, gradients: Array, shape: Shape) -> tuple[Array, Array]:
+    """The directions, as columns, in which the metric of these second moments is farthest from 1, and how it is."""
+    ridge = RIDGE * jnp.eye(draws.shape[0], dtype=draws.dtype)
+    values, vectors = jnp.linalg.eigh(_geometric_mean(draws + ridge, gradients + ridge))
     values = jnp.maximum(values, 1e-10)
     informative = jnp.abs(jnp.log(values))
-    order = jnp.argsort(-informative)[:rank]
-    kept = jnp.where(informative[order] > jnp.log(CUTOFF), values[order], 1.0)
-    return scale, vectors[:, order].T, kept
+    order = jnp.argsort(-informative)[: shape.num_directions]
+    return vectors[:, order], jnp.where(informative[order] > np.log(shape.cutoff), values[order], 1.0)
 
 
 def _geometric_mean(a: Array, b: Array) -> Array:

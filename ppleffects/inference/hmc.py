@@ -58,6 +58,9 @@ class HMC(Hamiltonian[HMCInfo]):
     trajectory_length: float = math.pi / 2
     max_num_steps: int = 1024
 
+    def _trajectories(self) -> dict[str, Any]:
+        return {"max_tree_depth": 0, "length": (self.trajectory_length, self.max_num_steps)}
+
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         leapfrog, metric = self._leapfrog(target), adaptation.inverse_mass_matrix
         wanted = jnp.ceil(self.trajectory_length / adaptation.step_size)

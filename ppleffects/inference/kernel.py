@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 from numpyro.infer.hmc import momentum_generator
@@ -22,9 +23,16 @@ from numpyro.infer.hmc_util import (
 )
 
 from ppleffects.errors import DiscreteLatentError, SettingsError
-from ppleffects.inference.machine import Machine
+from ppleffects.inference.coordinates import coordinates_of
+from ppleffects.inference.machine import TARGET_ACCEPT, Machine
+from ppleffects.inference.metric import Metric
+from ppleffects.inference.metric_choice import AUTO, DENSE, LOW_RANK, checked_choice, first_metric, shape_of
 from ppleffects.inference.settings import check_numbers
-from ppleffects.language.arguments import as_names
+
+ENGINES = ("ppleffects", "numpyro")
+NUMPYRO_ONLY = ("regularize_mass_matrix", "find_heuristic_step_size")
+# Starts that a chain tries: one for so many transitions of warm-up, but no more than some.
+WARMUP_PER_TRIAL, MAX_TRIALS = 250, 4
 
 type Position = dict[str, Array]
 
@@ -98,7 +106,7 @@ class Kernel[S, I](Protocol):
         """The state after one transition, and what happened in it."""
         ...
 
-    def machine(self, target: Any, num_warmup: int) -> Machine | None:
+    def machine(self, target: Any, num_warmup: int, *, drawn: bool) -> Machine | None:
         """The sampler whose chains do not wait for each other; None if all chains make transitions in step."""
         ...
 
@@ -129,6 +137,10 @@ def density_arguments(target: Any, position: Position) -> Position:
     return {name: value.astype(target.sites[name].dtype) for name, value in position.items()}
 
 
+def _hashable(blocks: Any) -> Any:
+    return tuple(map(_hashable, blocks)) if isinstance(blocks, list | tuple) else blocks
+
+
 @jax.jit
 def _potential(target: Any, position: Position) -> Array:
     return -jnp.asarray(target.log_density(density_arguments(target, position)), jnp.result_type(float))
@@ -144,14 +156,22 @@ def potential(target: Any) -> Callable[[Position], Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hamiltonian[I]:
-    """Settings and adaptation that HMC and NUTS share; Stan's three-phase warm-up as NumPyro implements it.
+    """Settings and adaptation that HMC and NUTS share.
 
     Attributes:
         step_size: length of the first leapfrog step; adapted in warm-up.
         target_accept: mean acceptance probability that the step size is adapted to; between 0 and 1. NumPyro calls it
-            ``target_accept_prob``, Stan ``adapt_delta``, PyMC and nutpie as here.
-        dense_mass: True for one dense mass matrix, False for a diagonal one, or names of the sites of each dense block,
-            for example ``(("alpha", "beta"),)``; the sites in no block get a diagonal.
+            ``target_accept_prob``, Stan ``adapt_delta``, PyMC and nutpie as here. None is 0.8, which a chain of the
+            engine "ppleffects" raises to 0.9 and 0.95 where its warm-up diverges.
+        engine: "ppleffects", whose chains do not wait for each other's trajectories, whose latents on shards stay
+            there, and whose metric comes from draws and gradients; or "numpyro" for NumPyro's transitions and warm-up.
+        metric: the inverse mass matrix that warm-up adapts: "auto" for one as dense as it pays, "diagonal", "dense",
+            "low_rank" for a diagonal and some directions, latents on shards included, or names of the sites of each
+            dense block, for example ``(("alpha", "beta"),)``; the sites in no block get a diagonal. With NumPyro
+            "auto" is "diagonal", and there is no "low_rank".
+        inverse_mass_matrix: what to begin with, in unconstrained space: variances by latent, or the covariance of all
+            latents in the order of the model. It stays where ``adapt_mass_matrix=False``.
+        dense_mass: NumPyro's word for ``metric``: True for "dense", or blocks.
         adapt_step_size: whether warm-up adapts the step size by dual averaging.
         adapt_mass_matrix: whether warm-up adapts the mass matrix by the (co)variance of its draws.
         regularize_mass_matrix: whether the estimated mass matrix is shrunk towards a small multiple of the identity.
@@ -160,7 +180,10 @@ class Hamiltonian[I]:
     """
 
     step_size: float = 1.0
-    target_accept: float = 0.8
+    target_accept: float | None = None
+    engine: str = "ppleffects"
+    metric: str | tuple[tuple[str, ...], ...] = AUTO
+    inverse_mass_matrix: Any = field(default=None, hash=False, compare=False)
     dense_mass: bool | tuple[tuple[str, ...], ...] = False
     adapt_step_size: bool = True
     adapt_mass_matrix: bool = True
@@ -180,28 +203,55 @@ class Hamiltonian[I]:
 
     def __post_init__(self):
         check_numbers(self)
+        dense: Any = {True: DENSE, False: AUTO, (): AUTO}.get(_hashable(self.dense_mass), self.dense_mass)
+        dense, metric = checked_choice(dense), checked_choice(self.metric)
+        if AUTO not in (dense, metric) and dense != metric:
+            raise SettingsError(
+                "dense_mass= and metric= say the same",
+                expected="one of them",
+                found=f"dense_mass={self.dense_mass!r}, metric={self.metric!r}",
+                fix="leave dense_mass= out",
+            )
+        object.__setattr__(self, "metric", metric if dense == AUTO else dense)
         if not isinstance(self.dense_mass, bool):
-            blocks: Any = self.dense_mass
-            if not isinstance(blocks, list | tuple) or any(isinstance(block, str) for block in blocks):
-                raise SettingsError(
-                    "dense_mass takes blocks of names",
-                    expected='True, False, or blocks such as (("a", "b"), ("c",))',
-                    found=f"{self.dense_mass!r}",
-                    fix="dense_mass=True for one block of all latents",
-                )
-            blocks = tuple(as_names(block, "dense_mass=") for block in blocks)
-            object.__setattr__(self, "dense_mass", blocks or False)
+            object.__setattr__(self, "dense_mass", dense if dense != AUTO else False)
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self.engine not in ENGINES:
+            raise SettingsError(
+                "engine= names an unknown engine",
+                expected=f"one of {ENGINES}",
+                found=f"{self.engine!r}",
+                fix="leave it out",
+            )
+        others = [f.name for f in fields(self) if f.name in NUMPYRO_ONLY and getattr(self, f.name) != f.default]
+        if self.engine == "ppleffects" and others:
+            raise SettingsError(
+                "the engine does not have this setting",
+                expected=f"no {', '.join(NUMPYRO_ONLY)}, which are NumPyro's",
+                found=", ".join(others),
+                fix='leave it out, or choose engine="numpyro"',
+            )
+        if self.engine == "numpyro" and (self.metric == LOW_RANK or self.inverse_mass_matrix is not None):
+            raise SettingsError(
+                "NumPyro's engine does not have this setting",
+                expected='no metric="low_rank" and no inverse_mass_matrix=',
+                found=f"metric={self.metric!r}" if self.metric == LOW_RANK else "inverse_mass_matrix=",
+                fix='leave it out, or choose engine="ppleffects"',
+            )
 
     def settings(self) -> dict[str, Any]:
         """The settings by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"inverse_mass_matrix": self.inverse_mass_matrix is not None}
 
     def check(self, target: Any) -> None:
         """Raise where the kernel cannot sample the target.
 
         Raises:
             DiscreteLatentError: a latent site is discrete.
-            SettingsError: there is no latent site, or ``dense_mass`` names an unknown one.
+            SettingsError: there is no latent site, or ``metric`` does not fit those that are there.
         """
         latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
         if not latents:
@@ -222,15 +272,7 @@ class Hamiltonian[I]:
                     fix=f"sum it out of the density (a mixture distribution, or ppl.factor with a logsumexp), "
                     f"or fix it with ppl.condition(model, {{'{name}': ...}})",
                 )
-        named = [name for block in self.dense_mass for name in block] if isinstance(self.dense_mass, tuple) else []
-        unknown = [name for name in named if name not in latents]
-        if unknown or len(set(named)) < len(named):
-            raise SettingsError(
-                "dense_mass must name latent sites, each in one block",
-                expected=f"names among {sorted(latents)}",
-                found=f"{self.dense_mass}",
-                fix="dense_mass=True for one block of all latents, or each name once",
-            )
+        shape_of(self.metric, coordinates_of(target))
 
     def init(
         self, target: Any, position: Position, key: Array, num_warmup: int, *, point: tuple | None = None
@@ -286,9 +328,39 @@ class Hamiltonian[I]:
         )
         return new, proposal.info
 
-    def machine(self, target: Any, num_warmup: int) -> Machine | None:
-        """The sampler whose chains do not wait for each other, or None where the kernel makes transitions."""
-        return None
+    def machine(self, target: Any, num_warmup: int, *, drawn: bool) -> Machine | None:
+        """The sampler whose chains do not wait for each other; None for NumPyro's, whose do.
+
+        Args:
+            target: the density.
+            num_warmup: trajectories that adapt.
+            drawn: whether starts are drawn, so that a chain can try several.
+        """
+        if self.engine == "numpyro":
+            return None
+        coordinates = coordinates_of(target)
+        several = drawn and self.adapt_step_size
+        return Machine(
+            coordinates,
+            num_warmup=num_warmup,
+            max_delta_energy=self.max_delta_energy,
+            target_accept=self.target_accept,
+            shape=shape_of(self.metric, coordinates),
+            step_size=None if self.adapt_step_size else self.step_size,
+            adapt_metric=self.adapt_mass_matrix,
+            num_trials=int(np.clip(num_warmup // WARMUP_PER_TRIAL, 1, MAX_TRIALS)) if several else 1,
+            **self._trajectories(),
+        )
+
+    def first_metric(self, machine: Machine) -> Metric | None:
+        """The metric that the user gave to begin with."""
+        if self.inverse_mass_matrix is None:
+            return None
+        return first_metric(self.inverse_mass_matrix, machine.shape, machine.coordinates)
+
+    def _trajectories(self) -> dict[str, Any]:
+        """How long the machine's trajectories are."""
+        raise NotImplementedError
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         raise NotImplementedError
@@ -301,13 +373,13 @@ class Hamiltonian[I]:
         search = None
         if self.find_heuristic_step_size:
             search = partial(find_reasonable_step_size, potential(target), euclidean_kinetic_energy, momentum_generator)
-        dense_mass: Any = self.dense_mass if isinstance(self.dense_mass, bool) else list(self.dense_mass)
+        dense_mass: Any = self.metric == DENSE if isinstance(self.metric, str) else list(self.metric)
         return warmup_adapter(
             num_warmup,
             find_reasonable_step_size=search,
             adapt_step_size=self.adapt_step_size,
             adapt_mass_matrix=self.adapt_mass_matrix,
             dense_mass=dense_mass,
-            target_accept_prob=self.target_accept,
+            target_accept_prob=TARGET_ACCEPT if self.target_accept is None else self.target_accept,
             regularize_mass_matrix=self.regularize_mass_matrix,
         )

@@ -1,4 +1,4 @@
-"""NUTS over the chains of one device: a loop whose every iteration is one leapfrog step of every chain.
+"""NUTS and HMC over the chains of one device: a loop whose every iteration is one leapfrog step of every chain.
 
 A chain that ends a trajectory begins the next in the same iteration, so that no chain waits for the tree of another.
 What happens rarely (a new metric, momenta for the next trajectories) is done between stretches of that loop.
@@ -14,24 +14,27 @@ import numpy as np
 from jax import Array
 
 from ppleffects.inference.adaptation import (
+    FIRST_WINDOW,
     MAX_WINDOW,
     StepSize,
     adapt_step,
-    diagonal,
-    first_metric,
-    fisher_vector,
+    estimate,
     start_step,
     window_ends,
 )
-from ppleffects.inference.coordinates import VECTOR, Coordinates
-from ppleffects.inference.metric import Metric, Tree
-from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, begin
+from ppleffects.inference.coordinates import Coordinates
+from ppleffects.inference.metric import Metric, Shape, Tree, identity
+from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin
 from ppleffects.interpretations.draw import name_digest
 
-# The first trajectories are doubled at most so many times: without a metric they would be long and of little use.
-EARLY_DEPTH, NUM_EARLY = 6, 20
+# A chain tries several starts, each for so many trajectories. Until there is a metric they are doubled at most so many
+# times: they would be long and of little use.
+TRIAL, TRIAL_DEPTH = 20, 6
+# A start is left for another only where the log-density says that hardly any mass can be near it: by a difference of
+# more than so much, and so much per coordinate.
+HOPELESS, HOPELESS_PER_COORDINATE = 10.0, 2.0
 # Momenta are drawn for at most so many trajectories at once, and for one where they have more scalars than this.
-MAX_NOISE_DRAWS, MAX_NOISE = 32, 4096
+MAX_NOISE_DRAWS, MAX_NOISE = 512, 8192
 
 
 class Window(NamedTuple):
@@ -58,17 +61,31 @@ class Noise(NamedTuple):
     forward: Array
 
 
+class Trials(NamedTuple):
+    """The starts of a chain: where each was found, then where its trajectories led. Leading axis of starts.
+
+    Attributes:
+        point: position, log-density and gradient.
+        log_step: the log of a step size that suits it.
+    """
+
+    point: Point
+    log_step: Array
+
+
 class Effort(NamedTuple):
-    """How long the trajectories of a window are, which tells whether a new metric still helps.
+    """How the trajectories of a window went: whether a new metric still helps, and whether steps are too long.
 
     Attributes:
         num_steps: leapfrog steps since the window began.
         num_paths: trajectories since.
+        num_diverging: how many of them diverged.
         before: steps per trajectory in the window before.
     """
 
     num_steps: Array
     num_paths: Array
+    num_diverging: Array
     before: Array
 
 
@@ -79,7 +96,9 @@ class Chain(NamedTuple):
         path: the trajectory under way.
         metric: the inverse mass matrix.
         step: the step size and its adaptation.
-        effort: leapfrog steps per trajectory, in this window and the last.
+        target: mean acceptance probability that the step size is adapted to.
+        effort: how the trajectories of this window and the last went.
+        trials: its starts.
         window: what the metric is estimated from.
         noise: what the trajectories begin with.
         number: trajectories ended so far, warm-up included.
@@ -90,7 +109,9 @@ class Chain(NamedTuple):
     path: Trajectory
     metric: Metric
     step: StepSize
+    target: Array
     effort: Effort
+    trials: Trials
     window: Window
     noise: Noise
     number: Array
@@ -125,9 +146,14 @@ STATS: dict[str, Any] = {
 # Warm-up may end after so many trajectories, when those of a window are no longer shorter than this share of those of
 # the window before; so many more then adapt the step size alone.
 MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
+# The acceptance probability that step sizes are adapted to. A window of which a trajectory diverges halves its distance
+# from 1, down to a least; the first windows, whose metric is a rough one, do not count.
+TARGET_ACCEPT, CAREFUL, CAREFUL_FROM = 0.8, 0.95, 120
 # So many chains are written one by one, more by one scatter. (With a scatter in it, XLA does not compile the loop as
 # one function on CPUs, which costs more than all else in a small model.)
 MAX_WRITES = 16
+# What changes only between stretches of leapfrog steps.
+FIXED = ("metric", "target", "trials", "noise", "key")
 
 
 class Machine(NamedTuple):
@@ -138,22 +164,32 @@ class Machine(NamedTuple):
         num_warmup: trajectories that adapt.
         max_tree_depth: a trajectory doubles at most so many times.
         max_delta_energy: an energy error beyond it is a divergence.
-        target_accept: mean acceptance probability that the step size is adapted to.
-        rank: directions of the metric beside its diagonal.
+        target_accept: mean acceptance probability that the step size is adapted to; None for one that rises where
+            trajectories diverge.
+        shape: what the metric has beside its diagonal.
         step_size: length of all steps; None to adapt it.
         adapt_metric: whether the metric is estimated; the identity otherwise.
         early_stop: whether warm-up ends when a new metric no longer makes trajectories shorter.
+        num_trials: starts that a chain tries.
+        length: of each trajectory, and the most steps that it takes; None for trajectories that end at a U-turn.
     """
 
     coordinates: Coordinates
     num_warmup: int
     max_tree_depth: int
     max_delta_energy: float
-    target_accept: float
-    rank: int
+    target_accept: float | None
+    shape: Shape
     step_size: float | None = None
     adapt_metric: bool = True
     early_stop: bool = True
+    num_trials: int = 1
+    length: tuple[float, int] | None = None
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The statistics of its trajectories, as ``STATS`` has them: without trees there is no depth."""
+        return {name: kind for name, kind in STATS.items() if self.length is None or "depth" not in name}
 
     def density(self, target: Any) -> Density:
         """The log-density of a packed position and its gradient."""
@@ -163,22 +199,37 @@ class Machine(NamedTuple):
 
         return jax.jit(jax.value_and_grad(log_density))
 
-    def init(self, target: Any, position: dict[str, Array], key: Array) -> Chain:
-        """A chain that starts at an unconstrained position."""
+    def init(self, target: Any, positions: dict[str, Array], key: Array, metric: Metric | None = None) -> Chain:
+        """A chain that tries some unconstrained positions as its start, given on a leading axis.
+
+        Args:
+            target: the density.
+            positions: unconstrained values by site. ``(start, *site)``
+            key: the chain's key.
+            metric: what to begin with; the identity by default.
+        """
         density = self.density(target)
-        packed = self.coordinates.pack(position)
-        log_density, gradient = density(packed)
-        metric = first_metric(gradient if self.adapt_metric else jax.tree.map(jnp.ones_like, gradient), self.rank)
         zero = jnp.zeros((), jnp.int32)
         noise = self._noise(key, zero)
-        path = self._path(metric, Point(packed, log_density, gradient, log_density), noise, key, zero)
-        if self.step_size is None:
-            step = start_step(_reasonable_step(density, metric, path, self.target_accept))
-        else:
-            step = start_step(jnp.full_like(log_density, np.log(self.step_size)))
-        window = Window(*(_repeated(jax.tree.map(jnp.zeros_like, packed), self._window_length) for _ in range(2)))
-        effort = Effort(*[jnp.zeros_like(log_density)] * 3)
-        return Chain(path, metric, step, effort, window, noise, zero, zero > 0, key)
+        packed = jax.vmap(self.coordinates.pack)(positions)
+        first: Metric = identity(jax.tree.map(lambda x: x[0], packed), self.shape) if metric is None else metric
+
+        def trial(packed: Tree) -> Trials:
+            log_density, gradient = density(packed)
+            point = Point(packed, log_density, gradient, log_density)
+            if self.step_size is not None:
+                return Trials(point, jnp.full_like(log_density, np.log(self.step_size)))
+            path = self._path(first, point, noise, key, zero)
+            return Trials(point, _reasonable_step(density, first, path, self._first_target))
+
+        trials = jax.vmap(trial)(packed)
+        point, log_step = jax.tree.map(lambda x: x[0], trials)
+        path = self._path(first, point, noise, key, zero)
+        blank = jax.tree.map(jnp.zeros_like, point.position)
+        window = Window(*(_repeated(blank, self._window_length) for _ in range(2)))
+        effort, target_accept = Effort(*[jnp.zeros_like(log_step)] * 4), jnp.full_like(log_step, self._first_target)
+        step = start_step(log_step)
+        return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, zero > 0, key)
 
     def run(
         self, target: Any, chains: Chain, rows: Rows, last: Array, budget: Array
@@ -206,10 +257,10 @@ class Machine(NamedTuple):
             # What the loop within only reads stays out of what it carries.
             chains, rows, counts, iterations = state
             chains = self._renew_all(chains)
-            fixed = chains.metric, chains.noise, chains.key
+            fixed = {name: getattr(chains, name) for name in FIXED}
 
             def whole(moving: Chain) -> Chain:
-                return moving._replace(metric=fixed[0], noise=fixed[1], key=fixed[2])
+                return moving._replace(**fixed)
 
             def iteration(state: tuple) -> tuple:
                 moving, rows, counts, iterations = state
@@ -240,8 +291,11 @@ class Machine(NamedTuple):
         latest = Window(path.point.position, path.point.gradient)
         window = jax.tree.map(lambda buffer, new: _written(buffer, new, slot, warm, 0), chains.window, latest)
         step = _where(ended, jax.vmap(self._adapted)(chains), chains.step)
-        num_steps = chains.effort.num_steps + jnp.where(ended, path.num_steps, 0)
-        effort = chains.effort._replace(num_steps=num_steps, num_paths=chains.effort.num_paths + ended)
+        effort = chains.effort._replace(
+            num_steps=chains.effort.num_steps + jnp.where(ended, path.num_steps, 0),
+            num_paths=chains.effort.num_paths + ended,
+            num_diverging=chains.effort.num_diverging + (ended & path.diverging),
+        )
         chains = chains._replace(window=window, step=step, effort=effort, number=chains.number + ended)
         waiting = jnp.where(ended, jax.vmap(self._must_wait)(chains.number), chains.waiting)
         begun = jax.vmap(lambda c: self._path(c.metric, c.path.point, c.noise, c.key, c.number))(chains)
@@ -251,9 +305,16 @@ class Machine(NamedTuple):
         return chains._replace(path=path), rows, ended
 
     def _advance(self, density: Density, chain: Chain) -> Trajectory:
-        early = jnp.minimum(self.max_tree_depth, EARLY_DEPTH)
-        depth = jnp.where(chain.number < min(NUM_EARLY, self.num_warmup), early, self.max_tree_depth)
         step_size = jnp.exp(self._log_step(chain))
+        if self.length is not None:
+            wanted = jnp.ceil(self.length[0] / step_size)
+            num_steps = jnp.clip(wanted, 1, self.length[1])
+            # The length is exact, whatever the step size, except where the number of steps is cut.
+            step_size = jnp.where(wanted > num_steps, step_size, self.length[0] / num_steps)
+            return advance_fixed(density, chain.metric, step_size, chain.path, num_steps, self.max_delta_energy)
+        trying = min(self.max_tree_depth, TRIAL_DEPTH)
+        estimated = self._trials_end + FIRST_WINDOW
+        depth = jnp.where(chain.number < min(estimated, self.num_warmup), trying, self.max_tree_depth)
         return advance(density, chain.metric, step_size, chain.path, depth, self.max_delta_energy)
 
     def _log_step(self, chain: Chain) -> Array:
@@ -272,20 +333,24 @@ class Machine(NamedTuple):
             "step_size": jnp.exp(self._log_step(chain)),
             "warmup": chain.number < self.num_warmup,
         }
-        return jnp.stack([values[name].astype(path.energy.dtype) for name in STATS])
+        return jnp.stack([values[name].astype(path.energy.dtype) for name in self.stats])
 
     def _adapted(self, chain: Chain) -> StepSize:
         if self.step_size is not None:
             return chain.step
-        step = adapt_step(chain.step, chain.path.acceptance / chain.path.num_steps, self.target_accept)
+        step = adapt_step(chain.step, chain.path.acceptance / chain.path.num_steps, chain.target)
         return _where(chain.number < self.num_warmup, step, chain.step)
 
     def _must_wait(self, number: Array) -> Array:
         """Whether something is to be renewed before the trajectory of this number begins."""
-        return (number % self._noise_length == 0) | self._ends_window(number)
+        return (number % self._noise_length == 0) | self._ends_trial(number) | self._ends_window(number)
+
+    def _ends_trial(self, number: Array) -> Array:
+        return (number > 0) & (number <= self._trials_end) & (number % self._trial_length == 0)
 
     def _ends_window(self, number: Array) -> Array:
-        ends = window_ends(self.num_warmup) if self.adapt_metric else []
+        ends = [self._trials_end + end for end in window_ends(self.num_warmup - self._trials_end)]
+        ends = ends if self.adapt_metric else []
         return jnp.any(number == jnp.asarray(ends, number.dtype)) if ends else jnp.zeros(number.shape, bool)
 
     def _renew_all(self, chains: Chain) -> Chain:
@@ -304,22 +369,36 @@ class Machine(NamedTuple):
 
     def _renewed(self, chain: Chain) -> Chain:
         number = chain.number
-        metric, step, effort, later = jax.lax.cond(
-            self._ends_window(number),
-            self._estimated,
-            lambda chain: (chain.metric, chain.step, chain.effort, chain.number),
-            chain,
-        )
+        adapted = self._chosen(chain)
+        adapted = jax.lax.cond(self._ends_window(number), self._estimated, lambda chain: chain, adapted)
+        later = adapted.number
         noise = jax.lax.cond(
             (later % self._noise_length == 0) | (later != number),
             lambda: self._noise(chain.key, later),
             lambda: chain.noise,
         )
-        path = self._path(metric, chain.path.point, noise, chain.key, later)
+        path = self._path(adapted.metric, adapted.path.point, noise, chain.key, later)
+        return adapted._replace(path=path, noise=noise, waiting=jnp.zeros_like(chain.waiting))
+
+    def _chosen(self, chain: Chain) -> Chain:
+        """After a trial, the next start, or the best of those that were tried; else the chain as it is."""
+        if self.num_trials == 1:
+            return chain
+        ends, point = self._ends_trial(chain.number), chain.path.point
+        last = jnp.clip(chain.number // self._trial_length - 1, 0, self.num_trials - 1)
+        ended = Trials(point, chain.step.log_step)
+        trials = jax.tree.map(lambda all, new: all.at[last].set(jnp.where(ends, new, all[last])), chain.trials, ended)
+        log_density = trials.point.log_density
+        hopeless = HOPELESS + HOPELESS_PER_COORDINATE * self.coordinates.size
+        hopeful = log_density > jnp.max(log_density) - hopeless
+        next = jnp.where(chain.number < self._trials_end, last + 1, jnp.argmax(hopeful))
+        start = jax.tree.map(lambda x: x[next], trials)
+        step = start_step(start.log_step) if self.step_size is None else chain.step
         return chain._replace(
-            path=path, metric=metric, step=step, effort=effort, noise=noise, number=later,
-            waiting=jnp.zeros_like(chain.waiting),
-        )  # fmt: skip
+            path=chain.path._replace(point=_where(ends, start.point, point)),
+            step=_where(ends, step, chain.step),
+            trials=trials,
+        )
 
     def _path(self, metric: Metric, point: Point, noise: Noise, key: Array, number: Array) -> Trajectory:
         """The trajectory of this number, begun at a point."""
@@ -340,27 +419,40 @@ class Machine(NamedTuple):
 
         return Noise(self.coordinates.pack_rows(normal), forward)
 
-    def _estimated(self, chain: Chain) -> tuple[Metric, StepSize, Effort, Array]:
-        """The metric from the later half of the draws, the step size to adapt anew, and the number to go on with."""
-        length = self._window_length
-        wanted = jnp.clip(chain.number // 2, 10, length)
+    def _estimated(self, chain: Chain) -> Chain:
+        """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number."""
+        length, since = self._window_length, chain.number - self._trials_end
+        wanted = jnp.clip(since // 2, FIRST_WINDOW, length)
         age = (chain.number - 1 - jnp.arange(length)) % length  # of the row in each slot; 0 is the newest
-        used = (age < wanted) & (age < chain.number)
-        scales, vectors, values = {}, chain.metric.vectors, chain.metric.values
-        for name, draws in chain.window.draws.items():
-            gradients = chain.window.gradients[name]
-            if name == VECTOR and self.rank:
-                scales[name], vectors, values = fisher_vector(draws, gradients, used, self.rank)
-            else:
-                scales[name] = diagonal(draws, gradients, used)[0]
-        new = Metric(scales, vectors, values)
+        used = (age < wanted) & (age < since)
+        new = estimate(self.shape, chain.window.draws, chain.window.gradients, used, jnp.argsort(age))
         finite = jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new)]))
-        step = chain.step if self.step_size is not None else start_step(chain.step.log_step)
         effort = chain.effort.num_steps / jnp.maximum(chain.effort.num_paths, 1)
-        settled = self.early_stop & (chain.number >= MIN_WARMUP) & (effort > SHORTER * chain.effort.before)
-        number = jnp.where(settled, jnp.maximum(chain.number, self.num_warmup - NUM_FINAL), chain.number)
+        settled = self.early_stop & (since >= MIN_WARMUP) & (effort > SHORTER * chain.effort.before)
         nothing = jnp.zeros_like(effort)
-        return _where(finite, new, chain.metric), step, Effort(nothing, nothing, effort), number
+        careful = (since >= CAREFUL_FROM) & (chain.effort.num_diverging > 0) & (self.target_accept is None)
+        target = jnp.where(careful, jnp.minimum(0.5 + 0.5 * chain.target, CAREFUL), chain.target)
+        return chain._replace(
+            metric=_where(finite, new, chain.metric),
+            step=chain.step if self.step_size is not None else start_step(chain.step.log_step),
+            target=target,
+            effort=Effort(nothing, nothing, nothing, effort),
+            number=jnp.where(settled, jnp.maximum(chain.number, self.num_warmup - NUM_FINAL), chain.number),
+        )
+
+    @property
+    def _first_target(self) -> float:
+        return TARGET_ACCEPT if self.target_accept is None else self.target_accept
+
+    @property
+    def _trial_length(self) -> int:
+        """Trajectories of a trial; less than ``TRIAL`` in a short warm-up."""
+        return max(min(TRIAL, self.num_warmup // (5 * self.num_trials)), 1)
+
+    @property
+    def _trials_end(self) -> int:
+        """Trajectories until a start is chosen."""
+        return self.num_trials * self._trial_length if self.num_warmup else 0
 
     @property
     def _window_length(self) -> int:
@@ -373,7 +465,7 @@ class Machine(NamedTuple):
 
 def _moving(chains: Chain) -> Any:
     """What an iteration changes."""
-    return chains._replace(metric=(), noise=(), key=())
+    return chains._replace(**dict.fromkeys(FIXED, ()))
 
 
 def _written(buffer: Array, new: Array, index: Array, flags: Array, chain_axis: int) -> Array:

@@ -134,4 +134,4 @@ def _tell(report: Report, *, complete: bool, progress: bool) -> None:
     if report.problems or not complete:
         warnings.warn(f"mcmc: {text}", DiagnosticsWarning, stacklevel=3)
     elif progress:
-        Console(stderr=True).print(text, highlight=False)
+        Console(stderr=True).print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -20,12 +20,14 @@ from ppleffects.inference.machine import Machine
 from ppleffects.inference.options import Options
 from ppleffects.inference.progress import Progress
 from ppleffects.inference.report import Report, diagnose
-from ppleffects.inference.starts import given_starts
+from ppleffects.inference.starts import PRIOR, UNIFORM, given_starts
 from ppleffects.inference.store import Phase
 from ppleffects.inference.stream import Chunk, advance_chains, begin_chains
 
 # Without chunk_size=, calls are sized to take about this long: often enough for a progress bar and for Ctrl-C.
 SECONDS_PER_CALL = 0.5
+# Starts of these kinds differ from key to key, so that a chain can try several.
+DRAWN = (None, UNIFORM, PRIOR)
 FIRST_CALL_ROWS = 10
 FIRST_CALL_STEPS = 100
 
@@ -39,7 +41,7 @@ class Run:
         self._progress = progress
         self._plan: Plan = options.plan(target)
         self._state: Any = None
-        self._machine: Machine | None = kernel.machine(target, int(options.num_warmup))
+        self._machine: Machine | None = kernel.machine(target, int(options.num_warmup), drawn=options.init in DRAWN)
         self._calls = _CallSize(options, self._plan)
         self._budget = _Budget(fixed=options.chunk_size is not None)
         self.warmup = Phase(options.num_chains, options.num_warmup, options.thinning)
@@ -69,6 +71,7 @@ class Run:
         static = {"layout": layout, "max_tries": given.max_tries, "strategies": given.strategies}
         if self._machine is not None:
             find, static = begin_chains, {**static, "machine": self._machine}
+            args = (*args, layout.place_data(self._kernel.first_metric(self._machine)))
         else:
             find, static = run_start, {**static, "kernel": self._kernel, "num_warmup": self._options.num_warmup}
         if layout.waits_on_permutes and _permutes(find.lower(*args, **static)):
@@ -117,6 +120,7 @@ class Run:
             num_transitions=phase.num_steps * self._options.num_chains,
             num_diverging=int(phase.num_diverging.sum()),
             num_saturated=int(phase.num_saturated.sum()),
+            lp=phase.sample_stats.arrays().get("lp"),
         )
 
     def attrs(self) -> dict[str, Any]:

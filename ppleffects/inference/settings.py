@@ -29,12 +29,15 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Real:
-    """Real numbers above one number and, where another is given, below that."""
+    """Real numbers above one number and, where another is given, below that; ``optional`` takes None, too."""
 
     above: float
     below: float = math.inf
+    optional: bool = False
 
     def __contains__(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
         if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
             return False
         return bool(value > self.above) and (math.isinf(self.below) or bool(value < self.below))
@@ -50,7 +53,7 @@ RANGES: dict[str, Whole | Real] = {
     "thinning": Whole(1),
     "chunk_size": Whole(1, optional=True),
     "step_size": Real(0),
-    "target_accept": Real(0, 1),
+    "target_accept": Real(0, 1, optional=True),
     "max_delta_energy": Real(0),
     "max_tree_depth": Whole(1),
     "trajectory_length": Real(0),

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from ppleffects.inference.chunks import Draws, Plan, view
 from ppleffects.inference.layout import Layout
-from ppleffects.inference.machine import STATS, Chain, Machine, Rows
+from ppleffects.inference.machine import Chain, Machine, Rows
+from ppleffects.inference.metric import Metric
 from ppleffects.inference.starts import Start, Strategies, find_start, zeros_of
 
 
@@ -36,33 +37,46 @@ class Chunk(NamedTuple):
 
 @partial(jax.jit, static_argnames=("machine", "layout", "max_tries", "strategies"))
 def begin_chains(
-    target: Any, key: Array, chains: Array, given: dict[str, Array], *, machine: Machine, layout: Layout,
-    max_tries: int, strategies: Strategies = (),
+    target: Any, key: Array, chains: Array, given: dict[str, Array], metric: Metric | None = None, *, machine: Machine,
+    layout: Layout, max_tries: int, strategies: Strategies = (),
 ) -> tuple[Chain, Start]:  # fmt: skip
-    """Draw a start for each chain until its density and gradient are finite, and begin its first trajectory.
+    """Draw the starts of each chain until their densities and gradients are finite, and begin its first trajectory.
 
     Args:
         target: the density.
         key: the run's key; a chain's key is this one folded with its number.
         chains: numbers of the chains. ``(chain,)``
         given: constrained values at which to start, instead of drawn ones. ``(chain, *site)``
+        metric: what chains begin with; the identity by default.
         machine: the sampler.
         layout: where chains run.
-        max_tries: tries per chain.
+        max_tries: tries per start.
         strategies: names of latents that start otherwise than uniformly, and how.
     """
 
-    def one_chain(target: Any, key: Array, chain: Array, given: dict[str, Array]) -> tuple[Chain, Start]:
+    def one_chain(
+        target: Any, key: Array, metric: Metric | None, chain: Array, given: dict[str, Array]
+    ) -> tuple[Chain, Start]:
         start_key, chain_key = jax.random.split(jax.random.fold_in(key, chain))
-        start = find_start(target, start_key, given, max_tries, strategies, machine.coordinates)
-        return machine.init(target, start.position, chain_key), start
+        start_keys = jax.vmap(partial(jax.random.fold_in, start_key))(jnp.arange(machine.num_trials))
+        search = lambda key: find_start(target, key, given, max_tries, strategies, machine.coordinates)  # noqa: E731
+        starts = jax.vmap(search)(start_keys)
+        first = jax.tree.map(lambda x: x[jnp.argmax(starts.found)], starts)
+        positions = jax.tree.map(
+            lambda all, one: jnp.where(starts.found.reshape(-1, *[1] * one.ndim), all, one[None]),
+            starts.position,
+            first.position,
+        )
+        return machine.init(target, positions, chain_key, metric), first
 
-    def shard(target: Any, key: Array, chains: Array, given: dict[str, Array]) -> tuple[Chain, Start]:
-        return jax.vmap(one_chain, in_axes=(None, None, 0, 0))(target, key, chains, given)
+    def shard(
+        target: Any, key: Array, metric: Metric | None, chains: Array, given: dict[str, Array]
+    ) -> tuple[Chain, Start]:
+        return jax.vmap(one_chain, in_axes=(None, None, None, 0, 0))(target, key, metric, chains, given)
 
     per_chain, shared = layout.spec(), PartitionSpec()
-    run = layout.over_chains(shard, (shared, shared, per_chain, per_chain), (per_chain, per_chain))
-    return run(target, key, chains, given)
+    run = layout.over_chains(shard, (shared, shared, shared, per_chain, per_chain), (per_chain, per_chain))
+    return run(target, key, metric, chains, given)
 
 
 @partial(jax.jit, static_argnames=("machine", "layout", "plan"), donate_argnames="chains")
@@ -84,7 +98,7 @@ def advance_chains(
     """
 
     def shard(target: Any, chains: Chain, last: Array, budget: Array, record_warmup: Array) -> tuple[Chain, Chunk]:
-        rows = _buffers(chains, plan.capacity)
+        rows = _buffers(chains, len(machine.stats), plan.capacity)
         chains, rows, counts, iterations = machine.run(target, chains, rows, last, budget)
         keep = jax.jit(jax.vmap(partial(view, plan=plan), in_axes=(None, 0)))
 
@@ -95,7 +109,7 @@ def advance_chains(
             shapes = jax.eval_shape(lambda x: keep(target, position(x)), packed)
             return jax.lax.cond(wanted, lambda: keep(target, position(packed)), lambda: zeros_of(shapes))
 
-        infos = {name: rows.stats[..., i].astype(dtype) for i, (name, dtype) in enumerate(STATS.items())}
+        infos = {name: rows.stats[..., i].astype(dtype) for i, (name, dtype) in enumerate(machine.stats.items())}
         draws = jax.lax.map(viewed, (jnp.arange(plan.capacity), rows.positions, infos["warmup"]))
         return chains, Chunk(counts, chains.number, iterations[None], infos, draws)
 
@@ -105,8 +119,8 @@ def advance_chains(
     return run(target, chains, last, budget, record_warmup)
 
 
-def _buffers(chains: Chain, num_rows: int) -> Rows:
+def _buffers(chains: Chain, num_stats: int, num_rows: int) -> Rows:
     """Zeros for the rows of all chains."""
     point = chains.path.point
-    row = Rows(point.position, jnp.zeros((*point.energy.shape, len(STATS)), point.energy.dtype))
+    row = Rows(point.position, jnp.zeros((*point.energy.shape, num_stats), point.energy.dtype))
     return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (num_rows, *x.shape)), row)

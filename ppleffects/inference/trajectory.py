@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.inference.metric import Metric, Tree, dot, force, velocity
+from ppleffects.inference.metric import Metric, Pull, Tree, components, dot, force, velocity
 
 type Density = Callable[[Tree], tuple[Array, Tree]]
 
@@ -30,8 +30,8 @@ class End(NamedTuple):
     """
 
     position: Tree
-    momentum: Tree
-    force: Tree
+    momentum: Pull
+    force: Pull
 
 
 class Point(NamedTuple):
@@ -104,7 +104,7 @@ def begin(
 ) -> Trajectory:  # fmt: skip
     """A trajectory of one state, with its momentum, first direction, and key for what else is random."""
     energy = 0.5 * dot(momentum, momentum) - log_density
-    end = End(position, momentum, force(metric, gradient))
+    end = End(position, Pull(momentum, components(metric, momentum)), force(metric, gradient))
     point = Point(position, log_density, gradient, energy)
     shelves = jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (max_depth, *x.shape)), momentum)
     zero, off = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
@@ -130,7 +130,8 @@ def advance(
         max_delta_energy: an energy error beyond this is a divergence.
     """
     end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
-    energy = 0.5 * dot(end.momentum, end.momentum) - log_density
+    momentum = end.momentum.whole
+    energy = 0.5 * dot(momentum, momentum) - log_density
     error = energy - path.energy
     error = jnp.where(jnp.isnan(error), jnp.inf, error)
     diverging = error > max_delta_energy
@@ -141,15 +142,15 @@ def advance(
     sub_log_weight = jnp.where(first, -error, jnp.logaddexp(path.sub_log_weight, -error))
     chosen = first | (jnp.log(take_leaf) < -error - sub_log_weight)
     sub_point = _where(chosen, Point(end.position, log_density, gradient, energy), path.sub_point)
-    sub_total = jax.tree.map(lambda p, total: p + jnp.where(first, 0.0, total), end.momentum, path.sub_total)
-    turning_inside, momenta, totals = _turning_inside(path, end.momentum, sub_total)
+    sub_total = jax.tree.map(lambda p, total: p + jnp.where(first, 0.0, total), momentum, path.sub_total)
+    turning_inside, momenta, totals = _turning_inside(path, momentum, sub_total)
 
     # A whole subtree joins the tree, and its choice replaces the tree's more often than its share.
     whole = (path.leaf + 1 == 1 << path.depth) & ~turning_inside & ~diverging
     replace = whole & (jnp.log(take_subtree) < sub_log_weight - path.log_weight)
     # (All sums over coordinates are computed before any is looked at: on sharded latents, they cross the mesh at once.)
     both = jax.tree.map(jnp.add, path.total, sub_total)
-    turning = turning_inside | (whole & _turning(end.momentum, path.far.momentum, both))
+    turning = turning_inside | (whole & _turning(momentum, path.far.momentum.whole, both))
     total = _where(whole, both, path.total)
     depth = path.depth + whole
     ended = turning | diverging | (whole & (depth >= max_depth))
@@ -178,6 +179,28 @@ def advance(
         diverging=diverging,
         ended=ended,
         key=path.key,
+    )
+
+
+def advance_fixed(
+    density: Density, metric: Metric, step_size: Array, path: Trajectory, num_steps: Array, max_delta_energy: float
+) -> Trajectory:
+    """The same for a trajectory of so many steps, whose end is accepted or not (Neal 2011)."""
+    end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
+    energy = 0.5 * dot(end.momentum.whole, end.momentum.whole) - log_density
+    error = energy - path.energy
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    done = path.num_steps + 1
+    ended = done >= num_steps
+    accept, *_ = _three_uniforms(path.key, path.num_steps, error.dtype)
+    accepted = ended & (jnp.log(accept) < -error)
+    return path._replace(
+        near=end,
+        point=_where(accepted, Point(end.position, log_density, gradient, energy), path.point),
+        acceptance=jnp.exp(-jnp.maximum(error, 0.0)) * done,  # whose share per step is that of the end
+        num_steps=done,
+        diverging=ended & (error > max_delta_energy),
+        ended=ended,
     )
 
 
