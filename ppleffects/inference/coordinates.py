@@ -58,6 +58,14 @@ class Coordinates:
             packed[VECTOR] = jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
         return packed
 
+    def laid_out(self, packed: dict[str, Array], *, leading: int = 0) -> dict[str, Array]:
+        """Keeps the sharded arrays of a packed tree, which may have further leading axes, on the shards.
+
+        What is computed from others follows them; constants would be whole on every device.
+        """
+        specs = {name: PartitionSpec(*[None] * leading, *spec) for name, *_, spec in self.sharded}
+        return {name: _laid_out(x, specs[name]) if name in specs else x for name, x in packed.items()}
+
     def unpack(self, packed: dict[str, Array]) -> dict[str, Array]:
         """From a vector and the sharded arrays to arrays by site, each of its site's dtype."""
         position = {name: _laid_out(packed[name], spec).astype(dtype) for name, _, dtype, spec in self.sharded}

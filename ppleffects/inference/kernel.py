@@ -26,7 +26,15 @@ from ppleffects.errors import DiscreteLatentError, SettingsError
 from ppleffects.inference.coordinates import coordinates_of
 from ppleffects.inference.machine import TARGET_ACCEPT, Machine
 from ppleffects.inference.metric import Metric
-from ppleffects.inference.metric_choice import AUTO, DENSE, LOW_RANK, checked_choice, first_metric, shape_of
+from ppleffects.inference.metric_choice import (
+    AUTO,
+    DENSE,
+    LOW_RANK,
+    check_blocks,
+    checked_choice,
+    first_metric,
+    shape_of,
+)
 from ppleffects.inference.settings import check_numbers
 
 ENGINES = ("ppleffects", "numpyro")
@@ -159,7 +167,7 @@ class Hamiltonian[I]:
     """Settings and adaptation that HMC and NUTS share.
 
     Attributes:
-        step_size: length of the first leapfrog step; adapted in warm-up.
+        step_size: length of leapfrog steps where they are not adapted. With NumPyro's engine, that of the first step.
         target_accept: mean acceptance probability that the step size is adapted to; between 0 and 1. NumPyro calls it
             ``target_accept_prob``, Stan ``adapt_delta``, PyMC and nutpie as here. None is 0.8, which a chain of the
             engine "ppleffects" raises to 0.9 and 0.95 where its warm-up diverges.
@@ -171,6 +179,8 @@ class Hamiltonian[I]:
             "auto" is "diagonal", and there is no "low_rank".
         inverse_mass_matrix: what to begin with, in unconstrained space: variances by latent, or the covariance of all
             latents in the order of the model. It stays where ``adapt_mass_matrix=False``.
+        pool_chains: whether a chain's metric is estimated from the draws of all chains of its device. A chain then
+            depends on the others and on where they run.
         dense_mass: NumPyro's word for ``metric``: True for "dense", or blocks.
         adapt_step_size: whether warm-up adapts the step size by dual averaging.
         adapt_mass_matrix: whether warm-up adapts the mass matrix by the (co)variance of its draws.
@@ -184,6 +194,7 @@ class Hamiltonian[I]:
     engine: str = "ppleffects"
     metric: str | tuple[tuple[str, ...], ...] = AUTO
     inverse_mass_matrix: Any = field(default=None, hash=False, compare=False)
+    pool_chains: bool = False
     dense_mass: bool | tuple[tuple[str, ...], ...] = False
     adapt_step_size: bool = True
     adapt_mass_matrix: bool = True
@@ -272,7 +283,7 @@ class Hamiltonian[I]:
                     fix=f"sum it out of the density (a mixture distribution, or ppl.factor with a logsumexp), "
                     f"or fix it with ppl.condition(model, {{'{name}': ...}})",
                 )
-        shape_of(self.metric, coordinates_of(target))
+        check_blocks(self.metric, list(latents))
 
     def init(
         self, target: Any, position: Position, key: Array, num_warmup: int, *, point: tuple | None = None
@@ -348,6 +359,7 @@ class Hamiltonian[I]:
             shape=shape_of(self.metric, coordinates),
             step_size=None if self.adapt_step_size else self.step_size,
             adapt_metric=self.adapt_mass_matrix,
+            pool_chains=self.pool_chains,
             num_trials=int(np.clip(num_warmup // WARMUP_PER_TRIAL, 1, MAX_TRIALS)) if several else 1,
             **self._trajectories(),
         )

@@ -170,6 +170,7 @@ class Machine(NamedTuple):
         step_size: length of all steps; None to adapt it.
         adapt_metric: whether the metric is estimated; the identity otherwise.
         early_stop: whether warm-up ends when a new metric no longer makes trajectories shorter.
+        pool_chains: whether the metric of a chain is estimated from the draws of all chains of its device.
         num_trials: starts that a chain tries.
         length: of each trajectory, and the most steps that it takes; None for trajectories that end at a U-turn.
     """
@@ -183,6 +184,7 @@ class Machine(NamedTuple):
     step_size: float | None = None
     adapt_metric: bool = True
     early_stop: bool = True
+    pool_chains: bool = False
     num_trials: int = 1
     length: tuple[float, int] | None = None
 
@@ -212,7 +214,7 @@ class Machine(NamedTuple):
         zero = jnp.zeros((), jnp.int32)
         noise = self._noise(key, zero)
         packed = jax.vmap(self.coordinates.pack)(positions)
-        first: Metric = identity(jax.tree.map(lambda x: x[0], packed), self.shape) if metric is None else metric
+        first = self._first_metric(jax.tree.map(lambda x: x[0], packed)) if metric is None else metric
 
         def trial(packed: Tree) -> Trials:
             log_density, gradient = density(packed)
@@ -225,8 +227,10 @@ class Machine(NamedTuple):
         trials = jax.vmap(trial)(packed)
         point, log_step = jax.tree.map(lambda x: x[0], trials)
         path = self._path(first, point, noise, key, zero)
-        blank = jax.tree.map(jnp.zeros_like, point.position)
-        window = Window(*(_repeated(blank, self._window_length) for _ in range(2)))
+        shelves = self.coordinates.laid_out(path.momenta, leading=1)
+        path = path._replace(momenta=shelves, totals=shelves)
+        rows = _repeated(jax.tree.map(jnp.zeros_like, point.position), self._window_length)
+        window = Window(*[self.coordinates.laid_out(rows, leading=1)] * 2)
         effort, target_accept = Effort(*[jnp.zeros_like(log_step)] * 4), jnp.full_like(log_step, self._first_target)
         step = start_step(log_step)
         return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, zero > 0, key)
@@ -358,7 +362,7 @@ class Machine(NamedTuple):
 
         def one(chains: Chain) -> Chain:
             index = jnp.argmax(chains.waiting)
-            renewed = self._renewed(jax.tree.map(lambda x: x[index], chains))
+            renewed = self._renewed(jax.tree.map(lambda x: x[index], chains), chains if self.pool_chains else None)
             window = chains.window  # only read
             changed = jax.tree.map(
                 lambda all, new: all.at[index].set(new), chains._replace(window=()), renewed._replace(window=())
@@ -367,10 +371,12 @@ class Machine(NamedTuple):
 
         return jax.lax.while_loop(lambda chains: jnp.any(chains.waiting), one, chains)
 
-    def _renewed(self, chain: Chain) -> Chain:
+    def _renewed(self, chain: Chain, pool: Chain | None) -> Chain:
         number = chain.number
         adapted = self._chosen(chain)
-        adapted = jax.lax.cond(self._ends_window(number), self._estimated, lambda chain: chain, adapted)
+        adapted = jax.lax.cond(
+            self._ends_window(number), lambda chain: self._estimated(chain, pool), lambda chain: chain, adapted
+        )
         later = adapted.number
         noise = jax.lax.cond(
             (later % self._noise_length == 0) | (later != number),
@@ -419,13 +425,21 @@ class Machine(NamedTuple):
 
         return Noise(self.coordinates.pack_rows(normal), forward)
 
-    def _estimated(self, chain: Chain) -> Chain:
-        """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number."""
-        length, since = self._window_length, chain.number - self._trials_end
-        wanted = jnp.clip(since // 2, FIRST_WINDOW, length)
-        age = (chain.number - 1 - jnp.arange(length)) % length  # of the row in each slot; 0 is the newest
-        used = (age < wanted) & (age < since)
-        new = estimate(self.shape, chain.window.draws, chain.window.gradients, used, jnp.argsort(age))
+    def _estimated(self, chain: Chain, pool: Chain | None) -> Chain:
+        """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number.
+
+        Args:
+            chain: a chain at the end of a window.
+            pool: all chains of this device, where the draws of all count.
+        """
+        since = chain.number - self._trials_end
+        if pool is None:
+            window, (used, order) = chain.window, self._used(chain.number)
+        else:
+            window = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pool.window)
+            used = jax.vmap(self._used)(pool.number)[0].reshape(-1)
+            order = jnp.argsort(~used)
+        new = estimate(self.shape, window.draws, window.gradients, used, order)
         finite = jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new)]))
         effort = chain.effort.num_steps / jnp.maximum(chain.effort.num_paths, 1)
         settled = self.early_stop & (since >= MIN_WARMUP) & (effort > SHORTER * chain.effort.before)
@@ -439,6 +453,18 @@ class Machine(NamedTuple):
             effort=Effort(nothing, nothing, nothing, effort),
             number=jnp.where(settled, jnp.maximum(chain.number, self.num_warmup - NUM_FINAL), chain.number),
         )
+
+    def _used(self, number: Array) -> tuple[Array, Array]:
+        """Which rows of a window the metric is estimated from, the later half of them, and all, the newest first."""
+        length, since = self._window_length, number - self._trials_end
+        wanted = jnp.clip(since // 2, FIRST_WINDOW, length)
+        age = (number - 1 - jnp.arange(length)) % length  # of the row in each slot; 0 is the newest
+        return (age < wanted) & (age < since), jnp.argsort(age)
+
+    def _first_metric(self, position: Tree) -> Metric:
+        metric = identity(position, self.shape)
+        vectors = self.coordinates.laid_out(metric.vectors, leading=1)
+        return metric._replace(scale=self.coordinates.laid_out(metric.scale), vectors=vectors)
 
     @property
     def _first_target(self) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from ppleffects.errors import SettingsError, ShapeError, ValuesError
 from ppleffects.inference.coordinates import VECTOR, Coordinates
 from ppleffects.inference.metric import Metric, Shape, identity
-from ppleffects.language.arguments import as_names
+from ppleffects.language.arguments import as_real
 
 AUTO, DIAGONAL, DENSE, LOW_RANK = CHOICES = ("auto", "diagonal", "dense", "low_rank")
 # By default, positions with at most so many replicated coordinates get a metric with as many directions; larger ones,
@@ -28,12 +28,32 @@ def checked_choice(metric: Any) -> Any:
     """
     if isinstance(metric, str) and metric in CHOICES:
         return metric
-    if isinstance(metric, list | tuple) and metric and not any(isinstance(block, str) for block in metric):
-        return tuple(as_names(block, "metric=") for block in metric)
+    return _as_blocks(metric, "metric=", f"one of {CHOICES}")
+
+
+def choice_of_dense_mass(dense_mass: Any) -> Any:
+    """``dense_mass=``, NumPyro's word, as ``metric=`` has it.
+
+    Raises:
+        SettingsError: it is neither a bool nor blocks of names.
+    """
+    if isinstance(dense_mass, bool | np.bool_):
+        return DENSE if dense_mass else AUTO
+    if isinstance(dense_mass, list | tuple) and not dense_mass:
+        return AUTO
+    return _as_blocks(dense_mass, "dense_mass=", "True, False")
+
+
+def _as_blocks(blocks: Any, setting: str, others: str) -> tuple[tuple[str, ...], ...]:
+    sequence = list | tuple
+    if isinstance(blocks, sequence) and blocks and all(isinstance(block, sequence) and block for block in blocks):
+        blocks = tuple(tuple(block) for block in blocks)
+        if all(isinstance(name, str) for block in blocks for name in block):
+            return blocks
     raise SettingsError(
-        "metric= takes a choice by name or blocks of names",
-        expected=f'one of {CHOICES}, or blocks such as (("a", "b"), ("c",))',
-        found=f"{metric!r}",
+        f"{setting} is neither a choice nor blocks of names",
+        expected=f'{others}, or blocks such as (("a", "b"), ("c",))',
+        found=f"{blocks!r}",
         fix='leave it out, or write metric="dense" for one block of all latents',
     )
 
@@ -42,7 +62,7 @@ def shape_of(metric: Any, coordinates: Coordinates) -> Shape:
     """The shape of the metric that was chosen.
 
     Raises:
-        SettingsError: a dense metric or block is to reach latents that live on shards, or a block names no latent.
+        SettingsError: a dense metric or block is to reach latents that live on shards.
     """
     size = coordinates.vector_size
     sharded = tuple(name for name, *_ in coordinates.sharded)
@@ -67,15 +87,6 @@ def shape_of(metric: Any, coordinates: Coordinates) -> Shape:
 
 def _blocks(metric: tuple[tuple[str, ...], ...], coordinates: Coordinates) -> tuple[int, ...]:
     """The number of the block of each coordinate; what is in none has one for itself."""
-    latents = {name for name, *_ in coordinates.replicated}
-    named = [name for block in metric for name in block]
-    if not latents.issuperset(named) or len(set(named)) < len(named):
-        raise SettingsError(
-            "the blocks of a metric must name latent sites, each in one block",
-            expected=f"names among {sorted(latents)}",
-            found=f"{metric}",
-            fix='metric="dense" for one block of all latents, or each name once',
-        )
     block_of = {name: number for number, block in enumerate(metric) for name in block}
     numbers: list[int] = []
     for name, shape, _ in coordinates.replicated:
@@ -84,19 +95,34 @@ def _blocks(metric: tuple[tuple[str, ...], ...], coordinates: Coordinates) -> tu
     return tuple(numbers)
 
 
-def first_metric(given: Any, shape: Shape, coordinates: Coordinates) -> Metric:
+def first_metric(
+    given: Any, shape: Shape, coordinates: Coordinates, sources: Mapping[str, str] | None = None
+) -> Metric:
     """The metric that a user gives to begin with: variances by latent, or a covariance of all, in unconstrained space.
+
+    Args:
+        given: what ``inverse_mass_matrix=`` says.
+        shape: of the metric that was chosen.
+        coordinates: the layout of a position.
+        sources: the line of each latent, for errors.
 
     Raises:
         ValuesError: a name is no latent's, or something is not positive (definite).
         ShapeError: an array has not the latent's unconstrained shape.
+        DTypeError: something is no array of real numbers.
     """
     if isinstance(given, Mapping):
-        return _of_variances(given, shape, coordinates)
-    return _of_covariance(np.asarray(given, float), shape, coordinates)
+        return _of_variances(given, shape, coordinates, sources or {})
+    return _of_covariance(_as_floats(given), shape, coordinates)
 
 
-def _of_variances(given: Mapping[str, Any], shape: Shape, coordinates: Coordinates) -> Metric:
+def _as_floats(value: Any, site: str | None = None) -> np.ndarray:
+    return np.asarray(as_real(value, "inverse_mass_matrix=", site), float)
+
+
+def _of_variances(
+    given: Mapping[str, Any], shape: Shape, coordinates: Coordinates, sources: Mapping[str, str]
+) -> Metric:
     described = [(name, site_shape) for name, site_shape, *_ in (*coordinates.replicated, *coordinates.sharded)]
     latents = dict(described)
     scale = {name: np.ones(site_shape) for name, site_shape in described}
@@ -106,24 +132,27 @@ def _of_variances(given: Mapping[str, Any], shape: Shape, coordinates: Coordinat
                 f"inverse_mass_matrix= names '{name}', which is no latent site",
                 expected=f"among {sorted(latents)}",
                 found=f"'{name}'",
-                fix="leave it out",
+                fix="leave it out: only latents have variances",
             )
-        variance = np.asarray(value, float)
+        variance = _as_floats(value, name)
         if variance.shape not in ((), tuple(latents[name])):
             raise ShapeError(
-                "a variance of inverse_mass_matrix= has the wrong shape",
+                "the variances of inverse_mass_matrix= have the wrong shape",
                 site=name,
-                expected=f"{tuple(latents[name])}, the unconstrained shape, or a number",
+                source=sources.get(name),
+                expected=f"{tuple(latents[name])}, as the unconstrained value has it, or one number",
                 found=f"{variance.shape}",
-                fix="give variances of the unconstrained values",
+                fix="give one number for all entries, or a variance for each",
             )
-        if not (np.isfinite(variance).all() and (variance > 0).all()):
+        wrong = ~(np.isfinite(variance) & (variance > 0))
+        if wrong.any():
             raise ValuesError(
                 "a variance of inverse_mass_matrix= is not positive",
                 site=name,
+                source=sources.get(name),
                 expected="positive, finite numbers",
-                found=f"{variance!r}",
-                fix="give variances of the unconstrained values",
+                found=f"{variance[wrong][0]}",
+                fix="give variances of the unconstrained value; 1.0 where nothing is known",
             )
         scale[name] = np.broadcast_to(np.sqrt(variance), latents[name])
     packed = coordinates.pack({name: jnp.asarray(value) for name, value in scale.items()})
@@ -132,23 +161,34 @@ def _of_variances(given: Mapping[str, Any], shape: Shape, coordinates: Coordinat
 
 def _of_covariance(matrix: np.ndarray, shape: Shape, coordinates: Coordinates) -> Metric:
     size = coordinates.vector_size
-    if coordinates.sharded or matrix.shape != (size, size) or shape.num_directions < size:
+    if coordinates.sharded or matrix.shape != (size, size):
+        sharded = ", ".join(name for name, *_ in coordinates.sharded)
         raise ShapeError(
-            "inverse_mass_matrix= is no matrix for these latents and this metric",
-            expected=f"({size}, {size}), the covariance of all unconstrained values, where none live on shards and "
-            'the metric is dense; or variances by latent, as in {"a": 2.0}',
-            found=f"{matrix.shape}" + (", latents on shards" if coordinates.sharded else ""),
-            fix='metric="dense", or give variances by latent',
+            "inverse_mass_matrix= is no covariance of these latents",
+            expected=f"variances by latent, as {{'{coordinates.sharded[0][0]}': 2.0}}: some latents live on the shards"
+            if sharded
+            else f"({size}, {size}): a row and a column for each unconstrained coordinate, in the order of the model",
+            found=f"{matrix.shape}" + (f"; on the shards: {sharded}" if sharded else ""),
+            fix="give variances by latent, or leave it out",
+        )
+    if shape.num_directions < size:
+        raise SettingsError(
+            "a covariance is given for a metric that has no room for it",
+            expected='variances by latent, or metric="dense"',
+            found=f"inverse_mass_matrix= of shape {matrix.shape}, for {shape.num_directions} directions",
+            fix='write metric="dense"',
         )
     variances = np.diag(matrix)
-    correlations = matrix / np.sqrt(np.outer(variances, variances)) if (variances > 0).all() else matrix * np.nan
-    finite = np.isfinite(correlations).all() and np.allclose(matrix, matrix.T)
-    values, vectors = np.linalg.eigh(correlations) if finite else (np.zeros(1), None)
-    if vectors is None or values.min() <= 0:
+    usable = np.isfinite(matrix).all() and np.allclose(matrix, matrix.T) and (variances > 0).all()
+    deviations = np.sqrt(variances) if usable else np.ones(size)
+    values, vectors = np.linalg.eigh(matrix / np.outer(deviations, deviations) if usable else -np.eye(size))
+    if values.min() < size * np.finfo(float).eps:
         raise ValuesError(
             "inverse_mass_matrix= is no covariance",
-            expected="a symmetric, positive definite matrix",
-            found="one that is not" if finite else "one that is not finite, not symmetric, or has no variances",
+            expected="a finite, symmetric, positive definite matrix",
+            found=f"one whose correlations have the eigenvalue {values.min():.3g}"
+            if usable
+            else "one that is not finite, not symmetric, or has a variance that is not positive",
             fix="give the covariance of the unconstrained values of all latents",
         )
-    return Metric({VECTOR: jnp.sqrt(variances)}, {VECTOR: jnp.asarray(vectors.T)}, jnp.asarray(values))
+    return Metric({VECTOR: jnp.asarray(deviations)}, {VECTOR: jnp.asarray(vectors.T)}, jnp.asarray(values))

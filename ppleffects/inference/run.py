@@ -153,16 +153,26 @@ class Run:
         """Warm up and sample, each chain at its own pace."""
         options = self._options
         while self.sampling.num_steps < self._num_kept:
-            warming = self.sampling.num_steps == 0
-            name, phase = ("warm-up", self.warmup) if warming else ("sampling", self.sampling)
+            before = self.warmup.num_leapfrogs.sum(), self.sampling.num_leapfrogs.sum()
             called = time.perf_counter()
             try:
                 chunk = self._call(self._budget.size, record="warmup" in options.groups)
                 self._keep(chunk)
             finally:
-                self.seconds[name] += time.perf_counter() - called
-            self._budget.adapt(int(chunk.iterations.max()), time.perf_counter() - called)
+                seconds = time.perf_counter() - called
+                self._share(
+                    seconds, self.warmup.num_leapfrogs.sum() - before[0], self.sampling.num_leapfrogs.sum() - before[1]
+                )
+            self._budget.adapt(int(chunk.iterations.max()), seconds)
+            name, phase = ("sampling", self.sampling) if self.sampling.num_steps else ("warm-up", self.warmup)
             bar.update(name, phase.num_steps, num_diverging=int(phase.num_diverging.sum()), step_size=phase.step_size)
+
+    def _share(self, seconds: float, warming: int, sampling: int) -> None:
+        """Add the time of a call to both phases, by the leapfrogs of the rows that it has handed back."""
+        total = warming + sampling
+        share = warming / total if total else float(self.sampling.num_steps == 0)
+        self.seconds["warm-up"] += share * seconds
+        self.seconds["sampling"] += (1 - share) * seconds
 
     def _keep(self, chunk: Chunk) -> None:
         """Keep what a call has handed back: of each chain the rows it has filled, warm-up first."""

@@ -16,6 +16,10 @@ from ppleffects.inference.machine import Chain, Machine, Rows
 from ppleffects.inference.metric import Metric
 from ppleffects.inference.starts import Start, Strategies, find_start, zeros_of
 
+# Starts that are drawn for each that is tried, and what is absurd: a log-density below the best by so many times its
+# size. (A recursion that explodes has log-densities of -1e80, which no trajectory can leave.)
+STARTS_PER_TRIAL, ABSURD = 4, 1e4
+
 
 class Chunk(NamedTuple):
     """What a call of the program hands back.
@@ -58,15 +62,14 @@ def begin_chains(
         target: Any, key: Array, metric: Metric | None, chain: Array, given: dict[str, Array]
     ) -> tuple[Chain, Start]:
         start_key, chain_key = jax.random.split(jax.random.fold_in(key, chain))
-        start_keys = jax.vmap(partial(jax.random.fold_in, start_key))(jnp.arange(machine.num_trials))
-        search = lambda key: find_start(target, key, given, max_tries, strategies, machine.coordinates)  # noqa: E731
-        starts = jax.vmap(search)(start_keys)
-        first = jax.tree.map(lambda x: x[jnp.argmax(starts.found)], starts)
-        positions = jax.tree.map(
-            lambda all, one: jnp.where(starts.found.reshape(-1, *[1] * one.ndim), all, one[None]),
-            starts.position,
-            first.position,
-        )
+        number = 1 if machine.num_trials == 1 else STARTS_PER_TRIAL * machine.num_trials
+
+        def search(number: Array) -> Start:
+            own = jax.random.fold_in(start_key, number)
+            return find_start(target, own, given, max_tries, strategies, machine.coordinates)
+
+        starts = jax.lax.map(search, jnp.arange(number))  # one by one: some memory per row of data is that of one chain
+        positions, first = _sane(starts, machine.num_trials)
         return machine.init(target, positions, chain_key, metric), first
 
     def shard(
@@ -117,6 +120,21 @@ def advance_chains(
     out_specs = (per_chain, Chunk(per_chain, per_chain, per_chain, rows, rows))  # pyright: ignore[reportArgumentType]
     run = layout.over_chains(shard, (shared, per_chain, shared, shared, shared), out_specs)
     return run(target, chains, last, budget, record_warmup)
+
+
+def _sane(starts: Start, count: int) -> tuple[dict[str, Array], Start]:
+    """The positions of the first starts that are not absurdly worse than the best, and the first of these starts."""
+    log_density = jnp.where(starts.found, starts.log_density, -jnp.inf)
+    best = jnp.max(log_density)
+    absurd = ~(log_density >= best - ABSURD * (1 + jnp.abs(best)))
+    order = jnp.argsort(absurd + 1 * ~starts.found, stable=True)[:count]
+    chosen = jax.tree.map(lambda x: x[order], starts)
+    first = jax.tree.map(lambda x: x[0], chosen)
+
+    def whole(positions: Array) -> Array:
+        return jnp.where(chosen.found.reshape(-1, *[1] * (positions.ndim - 1)), positions, positions[:1])
+
+    return jax.tree.map(whole, chosen.position), first
 
 
 def _buffers(chains: Chain, num_stats: int, num_rows: int) -> Rows:
