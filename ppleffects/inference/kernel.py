@@ -32,6 +32,7 @@ from ppleffects.inference.metric_choice import (
     LOW_RANK,
     check_blocks,
     checked_choice,
+    choice_of_dense_mass,
     first_metric,
     shape_of,
 )
@@ -145,10 +146,6 @@ def density_arguments(target: Any, position: Position) -> Position:
     return {name: value.astype(target.sites[name].dtype) for name, value in position.items()}
 
 
-def _hashable(blocks: Any) -> Any:
-    return tuple(map(_hashable, blocks)) if isinstance(blocks, list | tuple) else blocks
-
-
 @jax.jit
 def _potential(target: Any, position: Position) -> Array:
     return -jnp.asarray(target.log_density(density_arguments(target, position)), jnp.result_type(float))
@@ -214,12 +211,11 @@ class Hamiltonian[I]:
 
     def __post_init__(self):
         check_numbers(self)
-        dense: Any = {True: DENSE, False: AUTO, (): AUTO}.get(_hashable(self.dense_mass), self.dense_mass)
-        dense, metric = checked_choice(dense), checked_choice(self.metric)
+        dense, metric = choice_of_dense_mass(self.dense_mass), checked_choice(self.metric)
         if AUTO not in (dense, metric) and dense != metric:
             raise SettingsError(
-                "dense_mass= and metric= say the same",
-                expected="one of them",
+                "dense_mass= and metric= contradict each other",
+                expected="one of them: dense_mass= is NumPyro's word for metric=",
                 found=f"dense_mass={self.dense_mass!r}, metric={self.metric!r}",
                 fix="leave dense_mass= out",
             )
@@ -234,7 +230,7 @@ class Hamiltonian[I]:
                 "engine= names an unknown engine",
                 expected=f"one of {ENGINES}",
                 found=f"{self.engine!r}",
-                fix="leave it out",
+                fix='leave it out, or write engine="numpyro" for NumPyro\'s transitions and warm-up',
             )
         others = [f.name for f in fields(self) if f.name in NUMPYRO_ONLY and getattr(self, f.name) != f.default]
         if self.engine == "ppleffects" and others:
@@ -263,6 +259,7 @@ class Hamiltonian[I]:
         Raises:
             DiscreteLatentError: a latent site is discrete.
             SettingsError: there is no latent site, or ``metric`` does not fit those that are there.
+            ValuesError, ShapeError, DTypeError: ``inverse_mass_matrix`` does not fit them.
         """
         latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
         if not latents:
@@ -284,6 +281,9 @@ class Hamiltonian[I]:
                     f"or fix it with ppl.condition(model, {{'{name}': ...}})",
                 )
         check_blocks(self.metric, list(latents))
+        if self.inverse_mass_matrix is not None:
+            coordinates, sources = coordinates_of(target), {name: site.source for name, site in latents.items()}
+            first_metric(self.inverse_mass_matrix, shape_of(self.metric, coordinates), coordinates, sources)
 
     def init(
         self, target: Any, position: Position, key: Array, num_warmup: int, *, point: tuple | None = None

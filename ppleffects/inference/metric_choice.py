@@ -58,6 +58,22 @@ def _as_blocks(blocks: Any, setting: str, others: str) -> tuple[tuple[str, ...],
     )
 
 
+def check_blocks(metric: Any, latents: list[str]) -> None:
+    """Check that the blocks of a metric name latents.
+
+    Raises:
+        SettingsError: a block names no latent, or two name the same.
+    """
+    named = [] if isinstance(metric, str) else [name for block in metric for name in block]
+    if not set(latents).issuperset(named) or len(set(named)) < len(named):
+        raise SettingsError(
+            "the blocks of a metric must name latent sites, each in one block",
+            expected=f"names among {sorted(latents)}",
+            found=f"{metric}",
+            fix='metric="dense" for one block of all latents, or each name once',
+        )
+
+
 def shape_of(metric: Any, coordinates: Coordinates) -> Shape:
     """The shape of the metric that was chosen.
 
