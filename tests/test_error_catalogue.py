@@ -38,6 +38,7 @@ NOT_ON_THE_PAGE = {
     "effects.context.Part.inside": "an abstract method",
     "effects.context.Part.leave": "an abstract method",
     "effects.context.Part.rejoin": "an abstract method",
+    "inference.kernel.Hamiltonian._trajectories": "an abstract method",
     "inference.kernel.Hamiltonian._transition": "an abstract method",
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
     "interop.tfp.__getattr__: AttributeError": "what Python asks of a module that does not have a name",

@@ -240,11 +240,16 @@ class Hamiltonian[I]:
                 found=", ".join(others),
                 fix='leave it out, or choose engine="numpyro"',
             )
-        if self.engine == "numpyro" and (self.metric == LOW_RANK or self.inverse_mass_matrix is not None):
+        own = {
+            'metric="low_rank"': self.metric == LOW_RANK,
+            "inverse_mass_matrix=": self.inverse_mass_matrix is not None,
+            "pool_chains=True": self.pool_chains,
+        }
+        if self.engine == "numpyro" and any(own.values()):
             raise SettingsError(
                 "NumPyro's engine does not have this setting",
-                expected='no metric="low_rank" and no inverse_mass_matrix=',
-                found=f"metric={self.metric!r}" if self.metric == LOW_RANK else "inverse_mass_matrix=",
+                expected=f"no {', '.join(own)}",
+                found=", ".join(name for name, is_set in own.items() if is_set),
                 fix='leave it out, or choose engine="ppleffects"',
             )
 
