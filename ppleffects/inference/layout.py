@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ppleffects.errors import MeshError
+from ppleffects.inference.default_layout import default_mesh, row_sharding
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,24 @@ class Layout:
         mesh: devices of the run; None for JAX's default device and for data that bring their own sharding.
         chain_axis: axis of ``mesh`` over which chains are sharded; None where all chains are vmapped.
         num_chains: chains that the user asked for.
+        reason: why, for the user; no part of the key.
     """
 
     mesh: Mesh | None
     chain_axis: str | None
     num_chains: int
+    reason: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """Where chains run and why, for the user."""
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        size = 1 if self.mesh is None else self.mesh.size
+        groups = 1 if self.mesh is None or self.chain_axis is None else self.mesh.shape[self.chain_axis]
+        if size == 1:
+            return f"{chains} on one device: {self.reason}"
+        if groups == 1:
+            return f"{chains} on each of {size} devices: {self.reason}"
+        return f"{chains} over {groups} {'devices' if groups == size else 'groups of devices'}: {self.reason}"
 
     @property
     def chains(self) -> np.ndarray:
@@ -82,12 +96,6 @@ class Layout:
         if self.mesh is None:
             return tree
         mesh = self.mesh
-        placed: dict[int, Any] = {}  # by identity: an array that stands in several places is copied once
-
-        def place(leaf: Any) -> Any:
-            if id(leaf) not in placed:
-                placed[id(leaf)] = move(leaf)
-            return placed[id(leaf)]
 
         def move(leaf: Any) -> Any:
             sharding = getattr(leaf, "sharding", None)
@@ -98,14 +106,26 @@ class Layout:
                 return leaf
             return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
-        return jax.tree.map(place, tree)
+        return _map_once(move, tree)
+
+
+def _map_once(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` of each leaf; of one that stands in several places once, so that it is copied once."""
+    done: dict[int, Any] = {}
+
+    def once(leaf: Any) -> Any:
+        if id(leaf) not in done:
+            done[id(leaf)] = fn(leaf)
+        return done[id(leaf)]
+
+    return jax.tree.map(once, tree)
 
 
 def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, num_chains: int) -> tuple[Any, Layout]:
     """The target of a model and the layout of its run.
 
     The mesh is ``mesh``, else the one set by ``jax.set_mesh``, else the one that the model's own ``shard_map`` names,
-    else the one that its data lie on, else none. The model is traced with that mesh set.
+    else the one that its data lie on, else that of the default. The model is traced with that mesh set.
 
     Args:
         trace_model: traces the model in the context that it is called in.
@@ -116,14 +136,18 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
     Raises:
         MeshError: the model names a mesh of other axes than the run's.
     """
+    reason, num_rows = "mesh= says so", None
     if mesh is None and not jax.sharding.get_mesh().empty:
-        mesh = jax.sharding.get_mesh()
+        mesh, reason = jax.sharding.get_mesh(), "jax.set_mesh says so"
     if mesh is None:
         target = trace_model()
-        mesh = target.mesh if isinstance(target.mesh, Mesh) else _mesh_of(target)
+        mesh, reason = _named_mesh(target)
         if mesh is None:
-            return target, Layout(None, None, num_chains)
-    layout = Layout(mesh, chain_axis if chain_axis in mesh.axis_names else None, num_chains)
+            mesh, (_, num_rows, reason) = default_mesh(target, chain_axis, num_chains)
+        if mesh is None:
+            return target, Layout(None, None, num_chains, reason)
+    shards_chains = chain_axis in mesh.axis_names and num_rows is None
+    layout = Layout(mesh, chain_axis if shards_chains else None, num_chains, reason)
     try:
         with layout.context():
             target = trace_model()
@@ -131,16 +155,20 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         _check_mesh(mesh, _mesh_without_context(trace_model), error)
         raise
     _check_mesh(mesh, target.mesh, None)
+    if num_rows is not None:
+        target = _map_once(lambda leaf: jax.device_put(leaf, row_sharding(leaf, num_rows, mesh)), target)
     return target, layout
 
 
-def _mesh_of(target: Any) -> Mesh | None:
-    """The mesh of several devices that the data of a model lie on."""
+def _named_mesh(target: Any) -> tuple[Mesh | None, str]:
+    """The mesh that a model names, else that of several devices on which its data lie, and how it is known."""
+    if isinstance(target.mesh, Mesh):
+        return target.mesh, "the model's shard_map says so"
     for leaf in jax.tree.leaves(target):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
-            return sharding.mesh
-    return None
+            return sharding.mesh, "the data lie there"
+    return None, ""
 
 
 def _mesh_without_context(trace_model: Callable[[], Any]) -> Mesh | AbstractMesh | None:

@@ -61,7 +61,7 @@ def mcmc(
         num_warmup: transitions per chain that adapt the kernel; not among the draws.
         num_samples: transitions per chain after warm-up.
         num_chains: number of chains.
-        mesh: devices to run on; else the mesh of ``jax.set_mesh``, else that of the model's ``shard_map`` or data.
+        mesh: devices to run on; else those of ``jax.set_mesh``, of the model's ``shard_map`` or data, or by a rule.
         chain_axis: the mesh axis of chains.
         thinning: every so-many-th draw is kept, so that ``num_samples // thinning`` remain per chain.
         init: constrained values to start at, by latent name, all or some: one value for all chains, or one for each on
@@ -107,7 +107,7 @@ def mcmc(
         attrs = {**_library(), **sampling.attrs(), **_seed(key, typed_key), **report.attrs()}
         data = {"observed_data": observed, "constant_data": constant_data(arguments, observed)}
         tree = to_datatree({**sampling.groups(), **data}, target.sites, coords=coords, attrs=attrs)
-        _tell(report, complete=sampling.complete, progress=progress)
+        _tell(report, str(attrs["layout"]), complete=sampling.complete, progress=progress)
         return tree
 
     return run
@@ -129,8 +129,10 @@ def _library() -> dict[str, str]:
     return {"inference_library": "ppleffects", "inference_library_version": version}
 
 
-def _tell(report: Report, *, complete: bool, progress: bool) -> None:
+def _tell(report: Report, layout: str, *, complete: bool, progress: bool) -> None:
     text = report.text() if complete else f"interrupted; the draws so far are returned\n{report.text()}"
+    if progress:
+        text = f"{text}\n{layout}"
     if report.problems or not complete:
         warnings.warn(f"mcmc: {text}", DiagnosticsWarning, stacklevel=3)
     elif progress:

@@ -135,6 +135,7 @@ class Run:
             "num_chains": int(options.num_chains),
             "thinning": int(options.thinning),
             "mesh": json.dumps(dict(mesh.shape) if mesh is not None else {}),
+            "layout": str(self._layout),
             "platform": jax.default_backend(),
             "compile_time": self.seconds["compiling"],
             "warmup_time": self.seconds["warm-up"],
