@@ -27,6 +27,7 @@ EPS = float(jnp.finfo(jnp.result_type(float)).eps)
 Y = np.random.default_rng(0).normal(1.0, 1.0, size=8)
 KEYS = 2000
 MIN_P = 1e-4  # of a test of a distribution; the keys are fixed
+NUMPYRO = NUTS(engine="numpyro")  # whose programs are compiled faster
 
 
 def model(y):
@@ -259,15 +260,16 @@ def test_the_default_search_holds_one_gradient():
 
 
 INITS = {
-    "prior": "prior",
-    "mode": {"local": "mode", "wait": "mode", "lane": "mode", "pair": "mode"},
     "mixed": {
         "mu": 0.5,
         "rate": "prior",
         "local": "prior",
-        "wait": np.linspace(0.1, 2.0, 40).reshape(5, 8),
+        "wait": np.linspace(0.1, 2.0, 56).reshape(7, 8),
         "lane": "mode",
+        "pair": "prior",
     },
+    "prior": "prior",
+    "mode": {"local": "mode", "wait": "mode", "lane": "mode", "pair": "mode"},
 }
 
 
@@ -286,35 +288,45 @@ def search(strategies, layout, on_shards):
     return jax.jit(layout.over_chains(shard, (P(), layout.spec(), layout.spec()), layout.spec()))
 
 
-def found(name, mesh, y, num_chains=5, *, on_shards=False):
-    """The starts of chains on a mesh."""
+def found(name, mesh, y, num_chains, *, on_shards=False):
+    """The starts of chains on a mesh, and the compiled search."""
+    init = INITS[name]
+    if name == "mixed":
+        init = {**init, "wait": init["wait"][:num_chains]}
     layout = Layout(mesh, "chains", num_chains)
     with layout.context():
         target = layout.place_data(ppl.target(sharded)(y))
-        asked = given_starts(INITS[name], target, layout.chains, num_chains)
+        asked = given_starts(init, target, layout.chains, num_chains)
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(7)))(layout.chains)
         args = (target, layout.place_chains(keys), layout.place_chains(asked.values))
-        start = jax.device_get(search(asked.strategies, layout, on_shards)(*args))
-    return jax.tree.map(lambda x: x[:num_chains], start)
+        compiled = search(asked.strategies, layout, on_shards).lower(*args).compile()
+        start = jax.device_get(compiled(*args))
+    return jax.tree.map(lambda x: x[:num_chains], start), compiled.as_text()
 
 
 @functools.cache
 def reference(name):
-    return found(name, *meshed(1, 1))
+    return found(name, *meshed(1, 1), 7)[0]
 
 
 LAYOUTS = {
+    "both": ((2, 2), AxisType.Auto, True),
+    "data": ((1, 4), AxisType.Explicit, False),
     "chains": ((4, 1), AxisType.Auto, False),
-    "both": ((2, 2), AxisType.Explicit, False),
-    "data": ((1, 4), AxisType.Auto, True),
 }
+CASES = [
+    pytest.param(name, case, marks=[pytest.mark.validate] if (name, case) != ("mixed", "both") else [])
+    for name in INITS
+    for case in LAYOUTS
+]
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize(("name", "case"), CASES)
 def test_starts_on_all_layouts(name, case):
+    """They are those of the first of more chains on one device, and latents stay where they are."""
     sizes, axis_type, on_shards = LAYOUTS[case]
-    start, expected = found(name, *meshed(*sizes, axis_type), on_shards=on_shards), reference(name)
+    start, text = found(name, *meshed(*sizes, axis_type), 5, on_shards=on_shards)
+    expected = jax.tree.map(lambda x: x[:5], reference(name))
     assert start.found.all()
     assert expected.found.all()
     assert set(start.position) == set(LATENTS)
@@ -323,38 +335,32 @@ def test_starts_on_all_layouts(name, case):
         tolerance = 1e-10 / 2**-52 * EPS if climbs else 1e-12 / 2**-52 * EPS
         np.testing.assert_allclose(start.position[leaf], expected.position[leaf], rtol=0, atol=tolerance)
     np.testing.assert_allclose(start.log_density, expected.log_density, rtol=1e4 * EPS)
+    if on_shards:
+        assert " all-reduce(" in text
+        assert " all-gather(" not in text
+        assert " all-to-all(" not in text
 
 
-def test_starts_of_fewer_chains():
-    three = found("prior", *meshed(2, 2), 3)
-    for leaf in LATENTS:
-        np.testing.assert_array_equal(three.position[leaf], reference("prior").position[leaf][:3])
+def far(y):
+    x = ppl.sample("x", dist.Normal(10.0, 1.0))
+    z = ppl.sample("z", dist.Normal(x, 0.1))
+    ppl.deterministic("double", 2 * z)
+    ppl.observe("y", dist.Normal(x, 1.0), y)
 
 
-def test_climbing_latents_stay_on_their_shards():
-    mesh, y = meshed(1, 4)
-    layout = Layout(mesh, "chains", 2)
-    with layout.context():
-        keys = layout.place_chains(jax.random.split(jax.random.key(0)))
-        strategies = (("local", "mode"), ("wait", "prior"))
-        text = search(strategies, layout, True).lower(ppl.target(sharded)(y), keys, {}).compile().as_text()
-    assert " all-reduce(" in text
-    assert " all-gather(" not in text
-    assert " all-to-all(" not in text
+STILL = {"step_size": 1e-9, "adapt_step_size": False}
 
 
-@pytest.mark.parametrize("kernel", [NUTS, HMC])
-def test_a_run_starts_there(kernel):
-    def far(y):
-        x = ppl.sample("x", dist.Normal(10.0, 1.0))
-        ppl.sample("z", dist.Normal(x, 0.1))
-        ppl.observe("y", dist.Normal(x, 1.0), y)
-
+def test_a_run_starts_with_draws_from_the_prior():
     settings = {"num_chains": 200, "num_warmup": 0, "num_samples": 1, "progress": False}
-    still = kernel(step_size=1e-9, adapt_step_size=False)
-    prior = mcmc(far, still, init="prior", **settings)(0, 8.0).posterior
+    prior = mcmc(far, HMC(**STILL, max_num_steps=1), init="prior", **settings)(0, 8.0).posterior
     assert scipy.stats.kstest(prior.x[:, 0] - 10, scipy.stats.norm.cdf).pvalue > MIN_P
     assert scipy.stats.kstest((prior.z - prior.x)[:, 0] * 10, scipy.stats.norm.cdf).pvalue > MIN_P
+
+
+def test_a_run_starts_where_each_latent_was_asked_to():
+    settings = {"num_chains": 200, "num_warmup": 0, "num_samples": 1, "progress": False}
+    still = HMC(engine="numpyro", **STILL, max_num_steps=1)
     mixed = mcmc(far, still, init={"z": "uniform", "x": "mode"}, **settings)(0, 8.0).posterior
     assert scipy.stats.kstest(mixed.z[:, 0], scipy.stats.uniform(-2, 4).cdf).pvalue > MIN_P
     best = (10 + 8 + 100 * mixed.z) / 102
@@ -362,20 +368,20 @@ def test_a_run_starts_there(kernel):
 
 
 def test_a_former_posterior_is_a_start():
-    settings = {"num_chains": 3, "num_warmup": 0, "progress": False}
-
-    def longer(y):
-        ppl.deterministic("double", 2 * ppl.sample("new", dist.Normal(0.0, 1.0)))
-        model(y)
-
-    tree = mcmc(model, NUTS(step_size=0.1, adapt_step_size=False), num_samples=5, **settings)(0, Y)
-    still = NUTS(step_size=1e-9, adapt_step_size=False)
+    numpyro = {"engine": "numpyro", "adapt_step_size": False, "max_num_steps": 1}
+    run = functools.partial(mcmc, far, num_chains=3, num_warmup=0, num_samples=5, progress=False)
+    tree = run(HMC(step_size=0.1, **numpyro), init={"x": 9.0, "z": [8.0, 9.0, 9.5]})(0, 8.0)
+    assert (np.ptp(tree.posterior.z.values, axis=1) > 0).all()
     for last in (tree.posterior.isel(draw=-1), tree.posterior.to_dataset().isel(draw=-1)):
-        again = mcmc(longer, still, init=last, num_samples=1, **settings)(1, Y)
-        for name in ("mu", "rate", "between", "walk"):
+        again = run(HMC(step_size=1e-9, **numpyro), init=last)(1, 8.0)
+        for name in ("x", "z"):
             np.testing.assert_allclose(again.posterior[name][:, 0], tree.posterior[name][:, -1], rtol=1e-5)
+    part = given_starts(
+        tree.posterior.to_dataset()[["z", "double"]].isel(draw=-1), ppl.target(far)(8.0), np.arange(3), 3
+    )
+    assert (list(part.values), part.strategies) == (["z"], ())
     with pytest.raises(ShapeError, match=r"\(\) for all chains, or \(3,\) for each"):
-        mcmc(model, init=tree.posterior, **settings)(0, Y)
+        run(init=tree.posterior)(0, 8.0)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -425,9 +431,9 @@ def test_integers_that_a_float_holds(init):
         np.testing.assert_allclose(values[name], np.broadcast_to(value, 2), rtol=100 * EPS)
 
 
-def failure(model, *args, **settings):
+def failure(model, *args, kernel=NUMPYRO, **settings):
     with pytest.raises(NoValidStartError) as caught:
-        mcmc(model, progress=False, **settings)(0, *args)
+        mcmc(model, kernel, progress=False, **settings)(0, *args)
     return str(caught.value)
 
 
@@ -446,7 +452,7 @@ def test_the_table_of_each_strategy(init):
         noise = ppl.sample("noise", dist.Exponential(1.0))
         ppl.observe("x", dist.Normal(slope, noise), x)
 
-    text = failure(broken, x, init=init)
+    text = failure(broken, x, init=init, kernel=HMC(adapt_step_size=False) if init == "uniform" else NUMPYRO)
     assert f"in {MAX_TRIES} tries (chains without: [0, 1, 2, 3]); chain 0 ended at" in text
     assert "NaN in the model's argument x" in text
     for site, law in {"slope": scipy.stats.norm(), "noise": scipy.stats.expon()}.items():
@@ -488,7 +494,7 @@ def test_a_value_outside_of_a_support_that_depends_on_another():
     assert "(chains without: [0])" in text
     assert "Uniform" in text
     for init in ({"between": 0.5, "mu": 2.0, "rate": 1.0}, {"mu": 2.0, "between": 0.5}):
-        assert "site 'between'" in failure(model, Y, init=init)
+        assert "site 'between'" in failure(model, Y, init=init, num_chains=2)
 
 
 def test_values_in_steps_and_lanes_and_branches():
