@@ -19,8 +19,9 @@ MAX_WINDOW = 160
 FIRST_WINDOW = 10
 # Where directions reach all leaves they are looked for in what so many draws and their gradients span.
 MAX_SPAN = 64
-# Regularisation, as Seyboldt, Carlson and Carpenter 2026 have it.
-RIDGE = 1e-5
+# Regularisation, as Seyboldt, Carlson and Carpenter 2026 have it; where numbers are coarse, so many square roots of a
+# rounding error, below which second moments are noise.
+RIDGE, ROUNDING = 1e-5, 100.0
 
 
 class StepSize(NamedTuple):
@@ -164,7 +165,8 @@ def _products(rows: Array) -> Array:
 
 def _informative(draws: Array, gradients: Array, shape: Shape) -> tuple[Array, Array]:
     """The directions, as columns, in which the metric of these second moments is farthest from 1, and how it is."""
-    ridge = RIDGE * jnp.eye(draws.shape[0], dtype=draws.dtype)
+    least = max(RIDGE, ROUNDING * float(jnp.finfo(draws.dtype).eps) ** 0.5)
+    ridge = least * jnp.eye(draws.shape[0], dtype=draws.dtype)
     values, vectors = jnp.linalg.eigh(_geometric_mean(draws + ridge, gradients + ridge))
     values = jnp.maximum(values, 1e-10)
     informative = jnp.abs(jnp.log(values))

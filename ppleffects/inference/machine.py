@@ -446,9 +446,12 @@ class Machine(NamedTuple):
         nothing = jnp.zeros_like(effort)
         careful = (since >= CAREFUL_FROM) & (chain.effort.num_diverging > 0) & (self.target_accept is None)
         target = jnp.where(careful, jnp.minimum(0.5 + 0.5 * chain.target, CAREFUL), chain.target)
+        # A step size that suits the identity tells nothing of one that suits the first metric.
+        usual = jnp.full_like(chain.step.log_step, -0.25 * np.log(max(self.coordinates.size, 1)))
+        log_step = jnp.where((since <= FIRST_WINDOW) & finite, usual, chain.step.log_step)
         return chain._replace(
             metric=_where(finite, new, chain.metric),
-            step=chain.step if self.step_size is not None else start_step(chain.step.log_step),
+            step=chain.step if self.step_size is not None else start_step(log_step),
             target=target,
             effort=Effort(nothing, nothing, nothing, effort),
             number=jnp.where(settled, jnp.maximum(chain.number, self.num_warmup - NUM_FINAL), chain.number),
