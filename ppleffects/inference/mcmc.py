@@ -41,7 +41,7 @@ def mcmc(
     mesh: Mesh | None = None,
     chain_axis: str = "chains",
     thinning: int = 1,
-    init: Mapping[str, Any] | None = None,
+    init: str | Mapping[str, Any] | None = None,
     keep: Sequence[str] | None = None,
     groups: Sequence[str] = (),
     progress: bool = True,
@@ -64,8 +64,10 @@ def mcmc(
         mesh: devices to run on; else those of ``jax.set_mesh``, of the model's ``shard_map`` or data, or by a rule.
         chain_axis: the mesh axis of chains.
         thinning: every so-many-th draw is kept, so that ``num_samples // thinning`` remain per chain.
-        init: constrained values to start at, by latent name, all or some: one value for all chains, or one for each on
-            a leading axis. By default starts are drawn, and drawn again until density and gradient are finite.
+        init: where chains start: "uniform" (by default: each unconstrained coordinate in (-2, 2)), "prior", "mode", or
+            a dict from latents to one of these or to constrained values, one for all chains or one for each on a
+            leading axis. A draw of a former run will do as well: ``tree["posterior"].isel(draw=-1)``. What is drawn is
+            drawn again until density and gradient are finite.
         keep: names of latents and deterministics to return; all by default.
         groups: further groups: "warmup" (``warmup_posterior``, ``warmup_sample_stats``), "log_likelihood" (pointwise).
         progress: whether to show a progress bar and, at the end, the diagnostics.
