@@ -24,7 +24,7 @@ from ppleffects.inference.adaptation import (
 )
 from ppleffects.inference.coordinates import Coordinates
 from ppleffects.inference.metric import Metric, Shape, Tree, identity
-from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin
+from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin, once
 from ppleffects.interpretations.draw import name_digest
 
 # A chain tries several starts, each for so many trajectories. Until there is a metric they are doubled at most so many
@@ -149,9 +149,6 @@ MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
 # The acceptance probability that step sizes are adapted to. A window of which a trajectory diverges halves its distance
 # from 1, down to a least; the first windows, whose metric is a rough one, do not count.
 TARGET_ACCEPT, CAREFUL, CAREFUL_FROM = 0.8, 0.95, 120
-# So many chains are written one by one, more by one scatter. (With a scatter in it, XLA does not compile the loop as
-# one function on CPUs, which costs more than all else in a small model.)
-MAX_WRITES = 16
 # What changes only between stretches of leapfrog steps.
 FIXED = ("metric", "target", "trials", "noise", "key")
 
@@ -227,8 +224,8 @@ class Machine(NamedTuple):
         trials = jax.vmap(trial)(packed)
         point, log_step = jax.tree.map(lambda x: x[0], trials)
         path = self._path(first, point, noise, key, zero)
-        shelves = self.coordinates.laid_out(path.momenta, leading=1)
-        path = path._replace(momenta=shelves, totals=shelves)
+        blank = self.coordinates.laid_out(path.checkpoints.momenta, leading=1)
+        path = path._replace(checkpoints=path.checkpoints._replace(momenta=blank, middles=blank))
         rows = _repeated(jax.tree.map(jnp.zeros_like, point.position), self._window_length)
         window = Window(*[self.coordinates.laid_out(rows, leading=1)] * 2)
         effort, target_accept = Effort(*[jnp.zeros_like(log_step)] * 4), jnp.full_like(log_step, self._first_target)
@@ -260,22 +257,18 @@ class Machine(NamedTuple):
         def stretch(state: tuple) -> tuple:
             # What the loop within only reads stays out of what it carries.
             chains, rows, counts, iterations = state
-            chains = self._renew_all(chains)
-            fixed = {name: getattr(chains, name) for name in FIXED}
-
-            def whole(moving: Chain) -> Chain:
-                return moving._replace(**fixed)
+            begun = self._renew_all(chains)
 
             def iteration(state: tuple) -> tuple:
                 moving, rows, counts, iterations = state
-                chains, rows, ended = self._iteration(density, whole(moving), rows, counts, last)
-                return _moving(chains), rows, counts + ended, iterations + 1
+                chains, rows, counts = self._iteration(density, _with_fixed(moving, begun), rows, counts, last)
+                return _moving(chains), rows, counts, iterations + 1
 
             def unhindered(state: tuple) -> Array:
                 return going(state) & ~jnp.any(state[0].waiting)
 
-            moving, *rest = jax.lax.while_loop(unhindered, iteration, (_moving(chains), rows, counts, iterations))
-            return whole(moving), *rest
+            moving, *rest = jax.lax.while_loop(unhindered, iteration, (_moving(begun), rows, counts, iterations))
+            return _with_fixed(moving, begun), *rest
 
         counts = jnp.zeros_like(chains.number)
         return jax.lax.while_loop(going, stretch, (chains, rows, counts, jnp.zeros((), jnp.int32)))
@@ -283,30 +276,53 @@ class Machine(NamedTuple):
     def _iteration(
         self, density: Density, chains: Chain, rows: Rows, counts: Array, last: Array
     ) -> tuple[Chain, Rows, Array]:
-        """Chains that have ended a trajectory write a row, adapt, and begin the next; then all make a leapfrog step.
+        """All chains make a leapfrog step; then those that have ended a trajectory begin the next, one after the other.
 
-        The step comes last: what it computes is then written once, not anew for each of its uses.
+        What the end of a trajectory takes is no part of the step, and is done for no other chain.
         """
-        path = chains.path
-        ended = path.ended & ~chains.waiting & (chains.number < last)
-        row = Rows(path.point.position, jax.vmap(self._stats)(chains))
-        rows = jax.tree.map(lambda buffer, new: _written(buffer, new, counts, ended, 1), rows, row)
-        slot, warm = chains.number % self._window_length, ended & (chains.number < self.num_warmup)
-        latest = Window(path.point.position, path.point.gradient)
-        window = jax.tree.map(lambda buffer, new: _written(buffer, new, slot, warm, 0), chains.window, latest)
-        step = _where(ended, jax.vmap(self._adapted)(chains), chains.step)
-        effort = chains.effort._replace(
-            num_steps=chains.effort.num_steps + jnp.where(ended, path.num_steps, 0),
-            num_paths=chains.effort.num_paths + ended,
-            num_diverging=chains.effort.num_diverging + (ended & path.diverging),
+        moves = once(~chains.waiting & (chains.number < last))
+        path = jax.vmap(lambda chain: self._advance(density, chain))(chains)
+        checkpoints = path.checkpoints  # of no use to a chain that does not move
+        path, old = path._replace(checkpoints=()), chains.path._replace(checkpoints=())
+        chains = chains._replace(path=_where(moves, path, old))
+
+        def ended(moving: Chain) -> Array:
+            return moving.path.ended & ~moving.waiting & (moving.number < last)
+
+        def end_one(state: tuple) -> tuple:
+            moving, rows, counts = state
+            index = jnp.argmax(ended(moving))
+            chain = jax.tree.map(lambda x: x[index], _with_fixed(moving._replace(window=()), chains))
+            point = chain.path.point
+            row = Rows(point.position, self._stats(chain))
+            rows = jax.tree.map(lambda all, new: _written(all, new, counts[index], index), rows, row)
+            slot, latest = chain.number % self._window_length, Window(point.position, point.gradient)
+            window = jax.tree.map(lambda all, new: _written(all, new, index, slot), moving.window, latest)
+            begun = _moving(self._begun(chain))._replace(window=())
+            moving = jax.tree.map(lambda all, new: _written(all, new, index), moving._replace(window=()), begun)
+            return moving._replace(window=window), rows, counts.at[index].add(1)
+
+        state = _moving(chains), rows, counts
+        if counts.size == 1:  # in a loop, XLA does beforehand, at each step, what is the same in all its iterations
+            moving, rows, counts = jax.lax.cond(jnp.any(ended(chains)), end_one, lambda state: state, state)
+        else:
+            moving, rows, counts = jax.lax.while_loop(lambda state: jnp.any(ended(state[0])), end_one, state)
+        chains = _with_fixed(moving, chains)
+        return chains._replace(path=chains.path._replace(checkpoints=checkpoints)), rows, counts
+
+    def _begun(self, chain: Chain) -> Chain:
+        """A chain that has ended a trajectory: its step size adapted, and the next begun."""
+        number, path = chain.number + 1, chain.path
+        effort = chain.effort._replace(
+            num_steps=chain.effort.num_steps + path.num_steps,
+            num_paths=chain.effort.num_paths + 1,
+            num_diverging=chain.effort.num_diverging + path.diverging,
         )
-        chains = chains._replace(window=window, step=step, effort=effort, number=chains.number + ended)
-        waiting = jnp.where(ended, jax.vmap(self._must_wait)(chains.number), chains.waiting)
-        begun = jax.vmap(lambda c: self._path(c.metric, c.path.point, c.noise, c.key, c.number))(chains)
-        chains = chains._replace(path=_where(ended & ~waiting, begun, path), waiting=waiting)
-        moves = ~waiting & (chains.number < last)
-        path = _where(moves, jax.vmap(lambda chain: self._advance(density, chain))(chains), chains.path)
-        return chains._replace(path=path), rows, ended
+        begun = self._path(chain.metric, path.point, chain.noise, chain.key, number)
+        return chain._replace(
+            path=begun._replace(checkpoints=()), step=self._adapted(chain), effort=effort, number=number,
+            waiting=self._must_wait(number),
+        )  # fmt: skip
 
     def _advance(self, density: Density, chain: Chain) -> Trajectory:
         step_size = jnp.exp(self._log_step(chain))
@@ -497,22 +513,15 @@ def _moving(chains: Chain) -> Any:
     return chains._replace(**dict.fromkeys(FIXED, ()))
 
 
-def _written(buffer: Array, new: Array, index: Array, flags: Array, chain_axis: int) -> Array:
-    """A buffer with one entry for each flagged chain written at the chain's own index, along the axis beside chains."""
-    number = jnp.arange(index.size)
-    length = buffer.shape[1 - chain_axis]
-    if index.size > MAX_WRITES:
-        where = jnp.where(flags, index, length)  # out of bounds, which drops the write
-        return buffer.at[(where, number) if chain_axis else (number, where)].set(new, mode="drop")
-    for chain in range(index.size):
-        at = jnp.minimum(index[chain], length - 1)
-        start = [at, chain] if chain_axis else [chain, at]
-        starts = [jnp.asarray(i, index.dtype) for i in (*start, *[0] * (new.ndim - 1))]
-        sizes = (1, 1, *new.shape[1:])
-        entry = new[chain].reshape(sizes)
-        kept = jnp.where(flags[chain], entry, jax.lax.dynamic_slice(buffer, starts, sizes))
-        buffer = jax.lax.dynamic_update_slice(buffer, kept, starts)
-    return buffer
+def _with_fixed(moving: Chain, chains: Chain) -> Chain:
+    """What an iteration has changed, with what it does not change."""
+    return moving._replace(**{name: getattr(chains, name) for name in FIXED})
+
+
+def _written(buffer: Array, new: Array, *index: Array) -> Array:
+    """A buffer with an entry overwritten: by no scatter, with which XLA compiles no loop as one function on CPUs."""
+    starts = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * new.ndim)]
+    return jax.lax.dynamic_update_slice(buffer, new.reshape(*[1] * len(index), *new.shape), starts)
 
 
 def _repeated(tree: Tree, length: int) -> Tree:

@@ -90,8 +90,13 @@ def times(a: Tree, b: Tree) -> Tree:
 
 def components(metric: Metric, x: Tree) -> Array:
     """``U' x``."""
-    parts = [_projected(vectors, x[name]) for name, vectors in metric.vectors.items()]
-    return sum(parts, start=jnp.zeros_like(metric.values))
+    return projections(metric.vectors, x) if metric.vectors else jnp.zeros_like(metric.values)
+
+
+def projections(rows: Tree, x: Tree) -> Array:
+    """The inner products of ``x`` with trees on a leading axis, over the leaves that these have."""
+    parts = [_projected(each, x[name]) for name, each in rows.items()]
+    return sum(parts[1:], start=parts[0])
 
 
 def _projected(rows: Array, x: Array) -> Array:

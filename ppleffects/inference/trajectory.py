@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ppleffects.inference.metric import Metric, Pull, Tree, components, dot, force, velocity
+from ppleffects.inference.metric import Metric, Pull, Tree, components, dot, force, projections, velocity
 
 type Density = Callable[[Tree], tuple[Array, Tree]]
 
@@ -50,6 +50,20 @@ class Point(NamedTuple):
     energy: Array
 
 
+class Checkpoints(NamedTuple):
+    """States at which smaller subtrees began. Leading axis of depths.
+
+    Attributes:
+        momenta: their momenta.
+        middles: sums of the momenta of the states before them and half of their own.
+        products: inner products of the two.
+    """
+
+    momenta: Tree
+    middles: Tree
+    products: Array
+
+
 class Trajectory(NamedTuple):
     """A trajectory under way: a tree, and beside it the subtree that will double it.
 
@@ -65,8 +79,7 @@ class Trajectory(NamedTuple):
         sub_log_weight: that of the subtree.
         total: sum of the momenta of the tree.
         sub_total: sum of the momenta of the subtree.
-        momenta: checkpoints, momenta at the left edges of smaller subtrees. Leading axis of depths.
-        totals: checkpoints, sums of momenta there.
+        checkpoints: states of the subtree at which smaller ones began.
         energy: energy of the first state.
         acceptance: sum of the Metropolis probabilities of all states.
         num_steps: leapfrog steps so far.
@@ -87,8 +100,7 @@ class Trajectory(NamedTuple):
     sub_log_weight: Array
     total: Tree
     sub_total: Tree
-    momenta: Tree
-    totals: Tree
+    checkpoints: Checkpoints
     energy: Array
     acceptance: Array
     num_steps: Array
@@ -106,11 +118,12 @@ def begin(
     energy = 0.5 * dot(momentum, momentum) - log_density
     end = End(position, Pull(momentum, components(metric, momentum)), force(metric, gradient))
     point = Point(position, log_density, gradient, energy)
-    shelves = jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (max_depth, *x.shape)), momentum)
-    zero, off = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    blank = jax.tree.map(jnp.zeros_like, Checkpoints(momentum, momentum, energy))
+    checkpoints = jax.tree.map(lambda x: jnp.broadcast_to(x, (max_depth, *x.shape)), blank)
+    zero, off = jnp.zeros_like(forward, jnp.int32), jnp.zeros_like(forward)
     nothing = jnp.zeros_like(energy)
     return Trajectory(
-        end, end, forward, zero, zero, point, point, nothing, nothing, momentum, momentum, shelves, shelves, energy,
+        end, end, forward, zero, zero, point, point, nothing, nothing, momentum, momentum, checkpoints, energy,
         nothing, zero, off, off, off, key,
     )  # fmt: skip
 
@@ -140,14 +153,14 @@ def advance(
     # The new state joins the subtree, and is its choice with the share of its weight.
     first = path.leaf == 0
     sub_log_weight = jnp.where(first, -error, jnp.logaddexp(path.sub_log_weight, -error))
-    chosen = first | (jnp.log(take_leaf) < -error - sub_log_weight)
+    chosen = once(first | (jnp.log(take_leaf) < -error - sub_log_weight))
     sub_point = _where(chosen, Point(end.position, log_density, gradient, energy), path.sub_point)
     sub_total = jax.tree.map(lambda p, total: p + jnp.where(first, 0.0, total), momentum, path.sub_total)
-    turning_inside, momenta, totals = _turning_inside(path, momentum, sub_total)
+    turning_inside, checkpoints = _turning_inside(path, momentum, sub_total)
 
     # A whole subtree joins the tree, and its choice replaces the tree's more often than its share.
-    whole = (path.leaf + 1 == 1 << path.depth) & ~turning_inside & ~diverging
-    replace = whole & (jnp.log(take_subtree) < sub_log_weight - path.log_weight)
+    whole = once((path.leaf + 1 == 1 << path.depth) & ~turning_inside & ~diverging)
+    replace = once(whole & (jnp.log(take_subtree) < sub_log_weight - path.log_weight))
     # (All sums over coordinates are computed before any is looked at: on sharded latents, they cross the mesh at once.)
     both = jax.tree.map(jnp.add, path.total, sub_total)
     turning = turning_inside | (whole & _turning(momentum, path.far.momentum.whole, both))
@@ -156,7 +169,7 @@ def advance(
     ended = turning | diverging | (whole & (depth >= max_depth))
 
     # The next subtree grows from either end.
-    turned = whole & ~ended & (turn_back < 0.5)
+    turned = once(whole & ~ended & (turn_back < 0.5))
     near, far = _where(turned, path.far, end), _where(turned, end, path.far)
     return Trajectory(
         near=near,
@@ -170,8 +183,7 @@ def advance(
         sub_log_weight=sub_log_weight,
         total=total,
         sub_total=sub_total,
-        momenta=momenta,
-        totals=totals,
+        checkpoints=checkpoints,
         energy=path.energy,
         acceptance=path.acceptance + jnp.exp(-jnp.maximum(error, 0.0)),
         num_steps=path.num_steps + 1,
@@ -225,31 +237,59 @@ def _turning(one: Tree, other: Tree, total: Tree) -> Array:
     return (dot(one, middle) <= 0) | (dot(other, middle) <= 0)
 
 
-def _turning_inside(path: Trajectory, momentum: Tree, total: Tree) -> tuple[Array, Tree, Tree]:
+def _turning_inside(path: Trajectory, momentum: Tree, total: Tree) -> tuple[Array, Checkpoints]:
     """Whether a smaller subtree that the new state completes turns back, and the checkpoints with the new state.
 
-    The states of a subtree are numbered from 0. One of even number begins subtrees, and is kept; one of odd number ends
-    as many as its number has trailing ones in binary, and is compared with the state that began each.
+    The states of a subtree are numbered from 0. One of even number begins smaller subtrees, and is kept; one of odd
+    number ends as many as its number has trailing ones in binary, and is compared with the state that began each.
     """
-    number = path.leaf
+    number, kept = path.leaf, path.checkpoints
     highest = jax.lax.population_count(number >> 1)
     ends = jax.lax.population_count(number & ~(number + 1))  # trailing ones
-    shelf = jnp.arange(jax.tree.leaves(path.momenta)[0].shape[0])
-    compared = (shelf <= highest) & (shelf > highest - ends)
-    begins = (shelf == highest) & (number % 2 == 0)
+    place = jnp.arange(kept.products.size)
+    compared = (place <= highest) & (place > highest - ends)
 
-    left, right = jnp.zeros(shelf.shape), jnp.zeros(shelf.shape)
-    for name, p in momentum.items():
-        began, began_total, p = path.momenta[name], path.totals[name], p[None]
-        middle = total[name][None] - began_total + 0.5 * (began - p)
-        axes = tuple(range(1, began.ndim))
-        left, right = left + jnp.sum(began * middle, axes), right + jnp.sum(p * middle, axes)
+    # The momenta between two states, and half of theirs, sum to a difference of their middles. Its products with both
+    # momenta are multiplied out, so that each checkpoint is read once and none is copied.
+    middle = jax.tree.map(lambda t, p: t - 0.5 * p, total, momentum)
+    product = dot(momentum, middle)
+    left = projections(kept.momenta, middle) - kept.products
+    right = product - projections(kept.middles, momentum)
     turning = jnp.any(compared & ((left <= 0) | (right <= 0)))
+    # The last place is of no use. That the place depends on U-turns lets XLA overwrite what was read before.
+    where = jnp.where(turning | (number % 2 == 1), place.size - 1, highest)
+    return turning, _overwritten(kept, Checkpoints(momentum, middle, product), where)
 
-    def kept(shelves: Array, new: Array) -> Array:
-        return jnp.where(begins.reshape(-1, *[1] * new.ndim), new[None], shelves)
 
-    return turning, jax.tree.map(kept, path.momenta, momentum), jax.tree.map(kept, path.totals, total)
+@jax.custom_batching.custom_vmap
+def _overwritten(kept: Checkpoints, new: Checkpoints, place: Array) -> Checkpoints:
+    """The checkpoints with one overwritten: no scatter under ``vmap``, which XLA does not compile well on CPUs."""
+    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, place, 0), kept, new)
+
+
+@_overwritten.def_vmap
+def _overwritten_chains(
+    count: int, batched: Any, kept: Checkpoints, new: Checkpoints, place: Array
+) -> tuple[Checkpoints, Any]:
+    def spread(x: Array, is_batched: bool) -> Array:
+        return x if is_batched else jnp.broadcast_to(x, (count, *x.shape))
+
+    kept, new, place = jax.tree.map(spread, (kept, new, place), tuple(batched))
+
+    def write(chain: Any, kept: Checkpoints) -> Checkpoints:
+        def written(all: Array, one: Array) -> Array:
+            start = [jnp.asarray(i, jnp.int32) for i in (chain, place[chain], *[0] * (one.ndim - 1))]
+            return jax.lax.dynamic_update_slice(all, one[chain][None, None], start)
+
+        return jax.tree.map(written, kept, new)
+
+    out = write(0, kept) if count == 1 else jax.lax.fori_loop(0, count, write, kept)
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def once(flag: Array) -> Array:
+    """The flag as it is. XLA computes what is cheap anew for each element that it selects, but a square root once."""
+    return jnp.sqrt(flag.astype(jnp.result_type(float))) > 0.5
 
 
 def _where(flag: Array, new: Any, old: Any) -> Any:

@@ -126,7 +126,7 @@ def one_end(one, other, total):
 
 def nowhere(path, momentum, total):
     """Subtrees not looked into."""
-    return jnp.zeros((), bool), path.momenta, path.totals
+    return jnp.zeros((), bool), path.checkpoints
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("_turning", one_end), ("_turning_inside", nowhere)])

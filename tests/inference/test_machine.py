@@ -119,15 +119,15 @@ def turns(momenta):
 def test_u_turns_inside_of_a_subtree_are_those_of_all_its_aligned_parts():
     momenta = RNG.normal(size=(64, 3)) + 0.4
     zeros, scalar = {VECTOR: jnp.zeros(3)}, jnp.zeros(())
-    path = begin(identity(zeros, Shape()), zeros, scalar, zeros, zeros, scalar > 0, jax.random.key(0), 6)
+    path = begin(identity(zeros, Shape()), zeros, scalar, zeros, zeros, scalar > 0, jax.random.key(0), 7)
     check = jax.jit(_turning_inside)
     total, found, expected = np.zeros(3), [], []
     for number, momentum in enumerate(momenta):
         total = total + momentum
-        now, shelves, totals = check(
+        now, checkpoints = check(
             path._replace(leaf=jnp.int32(number)), {VECTOR: jnp.asarray(momentum)}, {VECTOR: jnp.asarray(total)}
         )
-        path = path._replace(momenta=shelves, totals=totals)
+        path = path._replace(checkpoints=checkpoints)
         found.append(bool(now))
         sizes = [2**k for k in range(1, 7) if (number + 1) % 2**k == 0]
         expected.append(any(turns(momenta[number + 1 - size : number + 1]) for size in sizes))
