@@ -38,15 +38,15 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Array(NamedTuple):
-    """Shape and size of an array among the data."""
+class ArraySize(NamedTuple):
+    """An array among the data."""
 
     shape: tuple[int, ...]
     num_bytes: int
 
 
 def choose(
-    data: Sequence[Array], gradient_bytes: int, num_chains: int, num_devices: int, *, rows_move: bool = False
+    data: Sequence[ArraySize], gradient_bytes: int, num_chains: int, num_devices: int, *, rows_move: bool = False
 ) -> Choice:
     """What to spread over devices: rows of data that weigh, else chains, in groups of one size.
 
@@ -83,7 +83,7 @@ def default_mesh(target: Any, chain_axis: str, num_chains: int) -> tuple[Mesh | 
         return None, Choice(1, None, reason)
     devices = jax.devices()
     types = [jax.typeof(leaf) for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(target)}.values()]
-    data = [Array(type_.shape, type_.size * type_.dtype.itemsize) for type_ in types]
+    data = [ArraySize(type_.shape, type_.size * type_.dtype.itemsize) for type_ in types]
     gradient_bytes = sum(type_.size * type_.dtype.itemsize for type_ in target.position_type.values())
     choice = choose(data, gradient_bytes, num_chains, len(devices))
     if choice.num_rows is not None and _rows_move(target, choice.num_rows, num_chains, _mesh(devices, ROWS)):
@@ -99,7 +99,7 @@ def row_sharding(leaf: Any, num_rows: int, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS) if aligned else PartitionSpec())
 
 
-def _heaviest_rows(data: Sequence[Array]) -> tuple[int, int]:
+def _heaviest_rows(data: Sequence[ArraySize]) -> tuple[int, int]:
     """The length of the leading axis that most bytes share, and these bytes."""
     weights = {0: 0}
     for array in data:

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
-from ppleffects.errors import MeshError
+from ppleffects.errors import DiagnosticsWarning, MeshError
 from ppleffects.inference import default_layout
-from ppleffects.inference.default_layout import Array, choose
+from ppleffects.inference.default_layout import ArraySize, choose
 from ppleffects.inference.layout import Layout, trace
 
 MB = 10**6
@@ -110,8 +110,8 @@ def test_a_layout_in_words(request, mesh, chain_axis, num_chains, expected):
 
 # Where no mesh is named.
 
-SMALL = [Array((1000, 20), 1000 * 20 * 4), Array((1000,), 4000)]
-LARGE = [Array((20,), 80), Array((8 * 10**6, 20), 640 * MB), Array((8 * 10**6,), 32 * MB)]
+SMALL = [ArraySize((1000, 20), 1000 * 20 * 4), ArraySize((1000,), 4000)]
+LARGE = [ArraySize((20,), 80), ArraySize((8 * 10**6, 20), 640 * MB), ArraySize((8 * 10**6,), 32 * MB)]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ LARGE = [Array((20,), 80), Array((8 * 10**6, 20), 640 * MB), Array((8 * 10**6,),
     [
         (LARGE, 80, 4, 1, (1, None, "no other")),
         ([], 80, 4, 4, (4, None, r"the data \(0 B\) are small")),
-        ([Array((), 4)], 80, 4, 4, (4, None, r"the data \(4 B\) are small")),
+        ([ArraySize((), 4)], 80, 4, 4, (4, None, r"the data \(4 B\) are small")),
         (SMALL, 80, 4, 4, (4, None, r"the data \(84 kB\) are small")),
         (SMALL, 80, 4, 8, (4, None, "small")),
         (SMALL, 80, 6, 4, (3, None, "small")),  # no device runs a chain twice
@@ -132,9 +132,9 @@ LARGE = [Array((20,), 80), Array((8 * 10**6, 20), 640 * MB), Array((8 * 10**6,),
         (LARGE, 6 * MB, 4, 4, (4, None, r"the gradients \(24 MB\) are large")),
         (LARGE, 6 * MB, 2, 4, (4, 8 * 10**6, "weigh")),
         # the weight is that of the arrays that share the rows, not of all
-        ([Array((i, 1), 100 * MB) for i in range(1, 9)], 80, 4, 4, (4, None, r"\(800 MB\) are small")),
+        ([ArraySize((i, 1), 100 * MB) for i in range(1, 9)], 80, 4, 4, (4, None, r"\(800 MB\) are small")),
         (
-            [Array((4, 1), 200 * MB), Array((8, 1), 150 * MB), Array((8,), 150 * MB)],
+            [ArraySize((4, 1), 200 * MB), ArraySize((8, 1), 150 * MB), ArraySize((8,), 150 * MB)],
             8,
             4,
             8,
@@ -279,8 +279,8 @@ def test_named_devices_are_respected(own_cores, monkeypatch):
 def first_draws():
     """A function that returns the first ten draws, warm-up included, and the attributes of a run."""
 
-    def run(mesh=None):
-        sampler = ppl.mcmc(regression, num_warmup=5, num_samples=5, mesh=mesh, groups=["warmup"], progress=False)
+    def run(mesh=None, progress=False):
+        sampler = ppl.mcmc(regression, num_warmup=5, num_samples=5, mesh=mesh, groups=["warmup"], progress=progress)
         tree = sampler(0, X, Y)
         slopes = [tree[group]["slope"].values for group in ("warmup_posterior", "posterior")]
         return np.concatenate(slopes, axis=1), tree.attrs
@@ -305,7 +305,8 @@ def draws_of_one_device(first_draws):
 )
 def test_default_layouts_draw_as_one_device_does(request, rule, mesh, layout, first_draws, draws_of_one_device):
     request.getfixturevalue(rule)
-    draws, attrs = first_draws()
+    with pytest.warns(DiagnosticsWarning, match=f"\n{layout}$"):  # ten draws are too few: the report is a warning
+        draws, attrs = first_draws(progress=True)
     assert attrs["mesh"] == mesh
     assert re.fullmatch(layout, attrs["layout"])
     assert draws.shape == (4, 10)
