@@ -75,7 +75,7 @@ def halted(y: jax.Array) -> tuple[tuple, dict[str, Any]]:
     halt = Halt(program, 0)
     driver.advance_chains = halt  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        ppl.mcmc(model, ppl.NUTS(engine="ppleffects"), num_chains=1, progress=False)(0, y)
+        ppl.mcmc(model, ppl.NUTS(), num_chains=1, progress=False)(0, y)
     except Stop:
         assert halt.arguments is not None
         return halt.arguments
