@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 import ppleffects as ppl
 from ppleffects.errors import DTypeError, NoValidStartError, SettingsError, ShapeError, ValuesError
 from ppleffects.inference import HMC, NUTS, mcmc
-from ppleffects.inference.coordinates import coordinates_of
+from ppleffects.inference.coordinates import VECTOR, coordinates_of
 from ppleffects.inference.layout import Layout
 from ppleffects.inference.starts import MAX_TRIES, find_start, given_starts, zeros_of
+from ppleffects.inference.stream import begin_chains
 
 pytestmark = pytest.mark.filterwarnings("ignore::ppleffects.errors.DiagnosticsWarning")
 
@@ -265,7 +266,6 @@ INITS = {
         "rate": "prior",
         "local": "prior",
         "wait": np.linspace(0.1, 2.0, 56).reshape(7, 8),
-        "lane": "mode",
         "pair": "prior",
     },
     "prior": "prior",
@@ -351,11 +351,18 @@ def far(y):
 STILL = {"step_size": 1e-9, "adapt_step_size": False}
 
 
-def test_a_run_starts_with_draws_from_the_prior():
-    settings = {"num_chains": 200, "num_warmup": 0, "num_samples": 1, "progress": False}
-    prior = mcmc(far, HMC(**STILL, max_num_steps=1), init="prior", **settings)(0, 8.0).posterior
-    assert scipy.stats.kstest(prior.x[:, 0] - 10, scipy.stats.norm.cdf).pvalue > MIN_P
-    assert scipy.stats.kstest((prior.z - prior.x)[:, 0] * 10, scipy.stats.norm.cdf).pvalue > MIN_P
+def test_chains_begin_with_draws_from_the_prior():
+    target, kernel = ppl.target(far)(8.0), HMC(**STILL)
+    asked = given_starts("prior", target, np.arange(200), 200)
+    layout = Layout(jax.make_mesh((1,), ("chains",), axis_types=(AxisType.Auto,)), "chains", 200)
+    static = {"layout": layout, "max_tries": asked.max_tries, "strategies": asked.strategies}
+    with layout.context():
+        machine = kernel.machine(target, 0, drawn=True)
+        chains, start = begin_chains(target, jax.random.key(0), jnp.arange(200), {}, machine=machine, **static)
+    x, z = np.asarray(chains.path.point.position[VECTOR]).T
+    assert start.found.all()
+    assert scipy.stats.kstest(x - 10, scipy.stats.norm.cdf).pvalue > MIN_P
+    assert scipy.stats.kstest((z - x) * 10, scipy.stats.norm.cdf).pvalue > MIN_P
 
 
 def test_a_run_starts_where_each_latent_was_asked_to():
