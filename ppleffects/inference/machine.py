@@ -532,7 +532,7 @@ def _reasonable_step(density: Density, metric: Metric, path: Trajectory, target:
     """The log of a step size of which one step is accepted about as often as the target, by doubling and halving."""
 
     def acceptance(log_step: Array) -> Array:
-        return advance(density, metric, jnp.exp(log_step), path, 1, jnp.inf).acceptance
+        return advance_fixed(density, metric, jnp.exp(log_step), path, jnp.ones(()), jnp.inf).acceptance
 
     start = jnp.zeros_like(path.energy)
     up = acceptance(start) > target
