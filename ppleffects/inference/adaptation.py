@@ -16,6 +16,8 @@ from ppleffects.inference.metric import Metric, Shape, Tree, is_sharded
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
 # The metric is estimated anew at the end of each window, from the later half of the draws so far, but no more than:
 MAX_WINDOW = 160
+# Large positions are kept for fewer draws, so that all of them have at most so many scalars; but for so many draws.
+MAX_WINDOW_SCALARS, MIN_WINDOW = 2**25, 40
 FIRST_WINDOW = 10
 # Where directions reach all leaves they are looked for in what so many draws and their gradients span.
 MAX_SPAN = 64

@@ -38,8 +38,8 @@ class HMCInfo(NamedTuple):
 class HMC(Hamiltonian[HMCInfo]):
     """Hamiltonian Monte Carlo with a fixed trajectory length (Neal 2011).
 
-    Settings only, so that equal ones share a compiled program. ``init(target, position, key, num_warmup) -> State`` and
-    ``step(target, state) -> (State, HMCInfo)`` are pure and act on one chain.
+    Settings only, so that equal ones share a compiled program. With ``engine="numpyro"``, ``init`` and ``step`` are the
+    pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
 
     Attributes:
         trajectory_length: step size times number of steps. The default is a quarter of the period of a whitened

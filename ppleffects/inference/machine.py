@@ -16,6 +16,8 @@ from jax import Array
 from ppleffects.inference.adaptation import (
     FIRST_WINDOW,
     MAX_WINDOW,
+    MAX_WINDOW_SCALARS,
+    MIN_WINDOW,
     StepSize,
     adapt_step,
     estimate,
@@ -501,7 +503,8 @@ class Machine(NamedTuple):
 
     @property
     def _window_length(self) -> int:
-        return max(min(MAX_WINDOW, self.num_warmup // 2), 10)
+        fits = max(MAX_WINDOW_SCALARS // max(self.coordinates.size, 1), MIN_WINDOW)
+        return max(min(MAX_WINDOW, fits, self.num_warmup // 2), FIRST_WINDOW)
 
     @property
     def _noise_length(self) -> int:

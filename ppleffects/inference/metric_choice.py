@@ -15,9 +15,10 @@ from ppleffects.inference.metric import Metric, Shape, identity
 from ppleffects.language.arguments import as_real
 
 AUTO, DIAGONAL, DENSE, LOW_RANK = CHOICES = ("auto", "diagonal", "dense", "low_rank")
-# By default, positions with at most so many replicated coordinates get a metric with as many directions; larger ones,
-# and a metric of low rank, get so many. A direction is then used where its eigenvalue differs from 1 by a factor.
-MAX_DENSE, NUM_DIRECTIONS, CUTOFF = 256, 16, 2.0
+# By default, positions with at most so many replicated coordinates get a metric with as many directions; those with at
+# most so many coordinates in all, and a metric of low rank, get so many; larger ones none, which would cost more than
+# many a gradient. A direction is then used where its eigenvalue differs from 1 by a factor.
+MAX_DENSE, MAX_LOW_RANK, NUM_DIRECTIONS, CUTOFF = 256, 4096, 16, 2.0
 
 
 def checked_choice(metric: Any) -> Any:
@@ -83,9 +84,9 @@ def shape_of(metric: Any, coordinates: Coordinates) -> Shape:
     size = coordinates.vector_size
     sharded = tuple(name for name, *_ in coordinates.sharded)
     if metric == AUTO:
-        if size > MAX_DENSE:
-            return Shape(NUM_DIRECTIONS, CUTOFF, wide=True)
-        return Shape(size, CUTOFF)
+        if size <= MAX_DENSE:
+            return Shape(size, CUTOFF)
+        return Shape(NUM_DIRECTIONS, CUTOFF, wide=True) if coordinates.size <= MAX_LOW_RANK else Shape()
     if metric == DIAGONAL:
         return Shape()
     if metric == LOW_RANK:

@@ -40,8 +40,8 @@ class NUTSInfo(NamedTuple):
 class NUTS(Hamiltonian[NUTSInfo]):
     """The No-U-Turn sampler with multinomial trajectories (Hoffman and Gelman 2014; Betancourt 2017, A.3).
 
-    Settings only, so that equal ones share a compiled program. ``init(target, position, key, num_warmup) -> State`` and
-    ``step(target, state) -> (State, NUTSInfo)`` are pure and act on one chain.
+    Settings only, so that equal ones share a compiled program. With ``engine="numpyro"``, ``init`` and ``step`` are the
+    pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
 
     Attributes:
         max_tree_depth: the trajectory doubles at most so many times.

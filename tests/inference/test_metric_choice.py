@@ -86,7 +86,7 @@ def test_shapes(target, choice, shape):
     assert shape_of(NUTS(metric=choice).metric, coordinates_of(target)) == shape
 
 
-@pytest.mark.parametrize(("size", "shape"), [(256, Shape(256, 2.0)), (257, Shape(16, 2.0, wide=True))])
+@pytest.mark.parametrize(("size", "shape"), [(256, Shape(256, 2.0)), (257, Shape(16, 2.0, wide=True)), (4097, Shape())])
 def test_auto_of_many_coordinates(size, shape):
     big = ppl.target(lambda: ppl.sample("x", dist.Normal(jnp.zeros(size), 1.0)))()
     assert shape_of("auto", coordinates_of(big)) == shape
