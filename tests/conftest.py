@@ -23,6 +23,8 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("MPLBACKEND", "Agg")
+    # Small decompositions are slower in several threads, above all where several host devices make them at once.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 _set_environment()

@@ -171,7 +171,7 @@ class Run:
     def _share(self, seconds: float, warming: int, sampling: int) -> None:
         """Add the time of a call to both phases, by the leapfrogs of the rows that it has handed back."""
         total = warming + sampling
-        share = warming / total if total else float(self.sampling.num_steps == 0)
+        share = float(warming / total) if total else float(self.sampling.num_steps == 0)
         self.seconds["warm-up"] += share * seconds
         self.seconds["sampling"] += (1 - share) * seconds
 

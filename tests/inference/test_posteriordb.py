@@ -138,7 +138,7 @@ POSTERIORS = {
         {"target_accept": 0.99},
         8000,
     ),
-    "regression": ("sblrc-blr", regression, regression_data, {"regularize_mass_matrix": False}, 500),
+    "regression": ("sblrc-blr", regression, regression_data, {}, 500),
     "masked regression": (
         "kidiq_with_mom_work-kidscore_interaction_z",
         masked_regression,
