@@ -58,16 +58,15 @@ def mcmc(
     Args:
         model: a function that calls ``ppl.sample`` and ``ppl.observe``.
         kernel: the sampler, ``ppl.NUTS(...)`` or ``ppl.HMC(...)``.
-        num_warmup: transitions per chain that adapt the kernel; not among the draws.
+        num_warmup: at most so many transitions per chain adapt the kernel; they are not among the draws.
         num_samples: transitions per chain after warm-up.
         num_chains: number of chains.
         mesh: devices to run on; else those of ``jax.set_mesh``, of the model's ``shard_map`` or data, or by a rule.
         chain_axis: the mesh axis of chains.
         thinning: every so-many-th draw is kept, so that ``num_samples // thinning`` remain per chain.
         init: where chains start: "uniform" (by default: each unconstrained coordinate in (-2, 2)), "prior", "mode", or
-            a dict from latents to one of these or to constrained values, one for all chains or one for each on a
-            leading axis. A draw of a former run will do as well: ``tree["posterior"].isel(draw=-1)``. What is drawn is
-            drawn again until density and gradient are finite.
+            a dict from latents to one of these or to constrained values, for all chains or for each on a leading axis,
+            as a draw of a former run: ``tree["posterior"].isel(draw=-1)``. Starts that are not finite are drawn again.
         keep: names of latents and deterministics to return; all by default.
         groups: further groups: "warmup" (``warmup_posterior``, ``warmup_sample_stats``), "log_likelihood" (pointwise).
         progress: whether to show a progress bar and, at the end, the diagnostics.
@@ -79,8 +78,8 @@ def mcmc(
     Returns:
         A function of a key (a typed key, a ``uint32`` key or an int seed) and the model's arguments. Its DataTree has
         the groups ``posterior``, ``sample_stats``, ``observed_data``, ``constant_data`` (array arguments that are not
-        observed) and what ``groups`` asks for. Its attributes tell library and version, kernel, seed, timings, the
-        diagnostics, and whether the run is complete: Ctrl-C ends it early and returns the draws so far.
+        observed) and what ``groups`` asks for. Its attributes tell library, kernel, seed, layout, timings, diagnostics,
+        and whether the run is complete: Ctrl-C ends it early and returns the draws so far.
 
     Raises:
         SettingsError, ValuesError: a setting is out of its range, of another kind, or names nothing.
@@ -108,9 +107,8 @@ def mcmc(
         report = sampling.report()
         attrs = {**_library(), **sampling.attrs(), **_seed(key, typed_key), **report.attrs()}
         data = {"observed_data": observed, "constant_data": constant_data(arguments, observed)}
-        tree = to_datatree({**sampling.groups(), **data}, target.sites, coords=coords, attrs=attrs)
         _tell(report, str(attrs["layout"]), complete=sampling.complete, progress=progress)
-        return tree
+        return to_datatree({**sampling.groups(), **data}, target.sites, coords=coords, attrs=attrs)
 
     return run
 
