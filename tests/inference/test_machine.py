@@ -15,7 +15,7 @@ from benchmarks._cost import collectives
 from ppleffects.inference.adaptation import estimate, window_ends
 from ppleffects.inference.coordinates import VECTOR, coordinates_of
 from ppleffects.inference.layout import trace
-from ppleffects.inference.machine import STATS, Machine
+from ppleffects.inference.machine import STATS, Machine, Window
 from ppleffects.inference.metric import Metric, Pull, Shape, components, dot, force, identity, velocity
 from ppleffects.inference.options import Options
 from ppleffects.inference.run import Run
@@ -187,6 +187,23 @@ def test_draws_do_not_depend_on_chunks_nor_on_other_chains(settings):
             np.testing.assert_array_equal(a, b)
         else:
             np.testing.assert_allclose(a[:, :10], b[:, :10], atol=1e-6)
+
+
+def test_chains_that_pool_their_draws_estimate_one_metric_from_all():
+    target = ppl.target(normal)()
+    machine = Machine(coordinates_of(target), 200, 10, 1000.0, 0.8, Shape(4), pool_chains=True)
+    starts = jax.vmap(target.init)(jax.random.split(jax.random.key(0), 3))
+    keys = jax.random.split(jax.random.key(1), 3)
+    chains = jax.vmap(machine.init, in_axes=(None, 0, 0))(target, jax.tree.map(lambda x: x[:, None], starts), keys)
+    shape = chains.window.draws[VECTOR].shape
+    rows = {VECTOR: jnp.asarray(RNG.normal(size=shape))}, {VECTOR: jnp.asarray(RNG.normal(size=shape))}
+    number = machine._trials_end + 30  # of which the later 15 count, in slots from the number's remainder on
+    chains = chains._replace(window=Window(*rows), number=jnp.full(3, number, jnp.int32))
+    found = machine._estimated(jax.tree.map(lambda x: x[1], chains), chains).metric
+    slots = np.arange(number - 15, number) % shape[1]
+    draws, gradients = (np.asarray(tree[VECTOR])[:, slots].reshape(-1, shape[2]) for tree in rows)
+    expected = estimated(Shape(4), draws, gradients, len(draws))
+    np.testing.assert_allclose(factor(found) @ factor(found).T, factor(expected) @ factor(expected).T, rtol=1e-6)
 
 
 def test_thinning_keeps_every_third():
