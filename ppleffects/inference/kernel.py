@@ -41,7 +41,7 @@ from ppleffects.inference.settings import check_numbers
 ENGINES = ("ppleffects", "numpyro")
 NUMPYRO_ONLY = ("regularize_mass_matrix", "find_heuristic_step_size")
 # Starts that a chain tries: one for so many transitions of warm-up, but no more than some.
-WARMUP_PER_TRIAL, MAX_TRIALS = 250, 4
+WARMUP_PER_TRIAL, MAX_TRIALS = 160, 6
 
 type Position = dict[str, Array]
 

@@ -172,9 +172,9 @@ def test_draws_have_the_moments_of_the_posterior():
 
 
 def test_warm_up_ends_when_the_metric_has_settled():
-    assert run().attrs["num_leapfrogs_warmup"] < 0.35 * run().attrs["num_leapfrogs"]
+    assert run().attrs["num_leapfrogs_warmup"] < 0.45 * run().attrs["num_leapfrogs"]
     tree = run(groups=("warmup",))
-    assert 280 <= tree["warmup_posterior"].sizes["draw"] <= 400
+    assert 320 <= tree["warmup_posterior"].sizes["draw"] <= 480
 
 
 @pytest.mark.parametrize("settings", [{"chunk_size": 7}, {"chunk_size": 2000}, {"num_chains": 2}], ids=str)
