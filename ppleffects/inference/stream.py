@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from ppleffects.inference.chain import Chain, Rows
 from ppleffects.inference.chunks import Draws, Plan, view
 from ppleffects.inference.layout import Layout
-from ppleffects.inference.machine import Chain, Machine, Rows
+from ppleffects.inference.machine import Machine
 from ppleffects.inference.metric import Metric
 from ppleffects.inference.starts import Start, Strategies, find_start, zeros_of
 

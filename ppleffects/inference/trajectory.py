@@ -142,11 +142,8 @@ def advance(
         max_depth: the tree is doubled at most so many times.
         max_delta_energy: an energy error beyond this is a divergence.
     """
-    end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
+    end, state, error = _stepped(density, metric, step_size, path)
     momentum = end.momentum.whole
-    energy = 0.5 * dot(momentum, momentum) - log_density
-    error = energy - path.energy
-    error = jnp.where(jnp.isnan(error), jnp.inf, error)
     diverging = error > max_delta_energy
     take_leaf, take_subtree, turn_back = _three_uniforms(path.key, path.num_steps, error.dtype)
 
@@ -154,7 +151,7 @@ def advance(
     first = path.leaf == 0
     sub_log_weight = jnp.where(first, -error, jnp.logaddexp(path.sub_log_weight, -error))
     chosen = once(first | (jnp.log(take_leaf) < -error - sub_log_weight))
-    sub_point = _where(chosen, Point(end.position, log_density, gradient, energy), path.sub_point)
+    sub_point = _where(chosen, state, path.sub_point)
     sub_total = jax.tree.map(lambda p, total: p + jnp.where(first, 0.0, total), momentum, path.sub_total)
     turning_inside, checkpoints = _turning_inside(path, momentum, sub_total)
 
@@ -198,17 +195,14 @@ def advance_fixed(
     density: Density, metric: Metric, step_size: Array, path: Trajectory, num_steps: Array, max_delta_energy: float
 ) -> Trajectory:
     """The same for a trajectory of so many steps, whose end is accepted or not (Neal 2011)."""
-    end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
-    energy = 0.5 * dot(end.momentum.whole, end.momentum.whole) - log_density
-    error = energy - path.energy
-    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    end, state, error = _stepped(density, metric, step_size, path)
     done = path.num_steps + 1
     ended = done >= num_steps
     accept, *_ = _three_uniforms(path.key, path.num_steps, error.dtype)
     accepted = ended & (jnp.log(accept) < -error)
     return path._replace(
         near=end,
-        point=_where(accepted, Point(end.position, log_density, gradient, energy), path.point),
+        point=_where(accepted, state, path.point),
         acceptance=jnp.exp(-jnp.maximum(error, 0.0)) * done,  # whose share per step is that of the end
         num_steps=done,
         diverging=ended & (error > max_delta_energy),
@@ -220,6 +214,15 @@ def _three_uniforms(key: Array, number: Array, dtype: jnp.dtype) -> Array:
     """Three uniform numbers of 32 bits for a step: words of two keys, which cost less than drawing from one."""
     words = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, 2 * number + jnp.arange(2)))
     return words[:, :2].reshape(-1)[:3].astype(dtype) * 2.0**-32
+
+
+def _stepped(density: Density, metric: Metric, step_size: Array, path: Trajectory) -> tuple[End, Point, Array]:
+    """The moving end after a leapfrog step, the state there, and its energy error, infinite where it is none."""
+    end, log_density, gradient = _leapfrog(density, metric, jnp.where(path.forward, step_size, -step_size), path.near)
+    energy = 0.5 * dot(end.momentum.whole, end.momentum.whole) - log_density
+    error = energy - path.energy
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    return end, Point(end.position, log_density, gradient, energy), error
 
 
 def _leapfrog(density: Density, metric: Metric, step: Array, start: End) -> tuple[End, Array, Tree]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.stats import gumbel_r, norm
 
 import ppleffects as ppl
-from ppleffects.inference.machine import Rows
+from ppleffects.inference.chain import Rows
 
 
 class Case(NamedTuple):

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 import ppleffects as ppl
 from benchmarks._cost import collectives
 from ppleffects.inference.adaptation import estimate, window_ends
+from ppleffects.inference.chain import STATS, Window
 from ppleffects.inference.coordinates import VECTOR, coordinates_of
 from ppleffects.inference.layout import trace
-from ppleffects.inference.machine import STATS, Machine, Window
+from ppleffects.inference.machine import Machine
 from ppleffects.inference.metric import Metric, Pull, Shape, components, dot, force, identity, velocity
 from ppleffects.inference.options import Options
 from ppleffects.inference.run import Run
