@@ -1,4 +1,4 @@
-"""Which sites a site depends on: found by following values through the equations, without computing any."""
+"""What a site depends on: found by following values through the equations, without computing any."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn, Literal
 from ppleffects.interpretations.layout import KINDS
 
-type Names = frozenset[str]
+type Names = frozenset[Any]  # of sites, and what inputs of the program are marked with
 
 NOTHING: Names = frozenset()
 
 
-def parents(jaxpr: Jaxpr) -> dict[str, Names]:
+def parents(jaxpr: Jaxpr, marks: Sequence[Names] | None = None) -> dict[str, Names]:
     """For each site, the sites whose values reach its operands without passing through another site.
 
     A site in a branch or a loop also depends on what decides whether it is reached.
+
+    Args:
+        jaxpr: the program.
+        marks: for each of its inputs, what is found in the place of a site's name where it reaches one.
     """
     edges: dict[str, Names] = {}
-    _follow(jaxpr, [NOTHING] * len(jaxpr.invars), NOTHING, edges)
+    _follow(jaxpr, [NOTHING] * len(jaxpr.invars) if marks is None else marks, NOTHING, edges)
     return edges
 
 
