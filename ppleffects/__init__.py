@@ -3,6 +3,9 @@
 from ppleffects.inference.hmc import HMC as HMC
 from ppleffects.inference.mcmc import mcmc as mcmc
 from ppleffects.inference.nuts import NUTS as NUTS
+from ppleffects.inference.shard_rows import GroupedRows as GroupedRows
+from ppleffects.inference.shard_rows import shard_groups as shard_groups
+from ppleffects.inference.shard_rows import shard_rows as shard_rows
 from ppleffects.inference.target import Target as Target
 from ppleffects.inference.target import target as target
 from ppleffects.interpretations import Site as Site

@@ -13,6 +13,9 @@ from jax.sharding import NamedSharding
 
 from ppleffects.errors import DTypeError, MeshError
 
+# What is no array in memory is read in slices of so many bytes at most, and no longer than a shard.
+MAX_BYTES = 2**26
+
 # For padded rows from a first to before a last one: the numbers of the rows to read for them.
 type Sources = Callable[[int, int], np.ndarray]
 
@@ -39,50 +42,49 @@ def place(name: str, leaf: Any, num_padded: int, sharding: NamedSharding, source
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         start, stop, _ = index[0].indices(num_padded)  # pyright: ignore[reportOptionalSubscript]
         devices.setdefault((start, stop), []).append(device)
-    dtype = canonical_dtype(leaf)
-    pieces = []
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype).newbyteorder("="))
+    pieces: list[Array] = []
     for (start, stop), holders in devices.items():
-        rows = _read(name, leaf, sources(start, stop), dtype)
-        pieces += [jax.device_put(rows, device) for device in holders]
+        pieces += _put(_cast(name, _read(name, leaf, sources(start, stop)), dtype), holders)
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def canonical_dtype(leaf: Any) -> np.dtype:
-    """The dtype that JAX gives to the numbers of a leaf."""
-    return jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype).newbyteorder("="))
+def _put(rows: np.ndarray, devices: list[Any]) -> list[Array]:
+    return [jax.device_put(rows, device) for device in devices]
 
 
-def _read(name: str, leaf: Any, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Some rows of a leaf, in memory of their own; what is read at once is no longer than they are."""
-    out = np.empty((len(rows), *leaf.shape[1:]), dtype)
-    if isinstance(leaf, Array):
-        _copy_from_devices(name, leaf, rows, out)
-        return out
-    if isinstance(leaf, np.ndarray):
-        _copy(name, np.asarray(leaf[rows]), out, slice(None))
-        return out
-    for start in range(rows.min(), rows.max() + 1, len(rows)):
-        here = (start <= rows) & (rows < start + len(rows))
-        if here.any():
-            first, last = rows[here].min(), rows[here].max()
-            _copy(name, np.asarray(leaf[int(first) : int(last) + 1])[rows[here] - first], out, here)
-    return out
-
-
-def _copy(name: str, numbers: np.ndarray, out: np.ndarray, at: Any) -> None:
-    """Write numbers into ``out``; floats are rounded to its dtype as JAX rounds them.
+def _cast(name: str, numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Numbers in JAX's dtype for them; floats are rounded, as JAX does.
 
     Raises:
         DTypeError: integers are too large for it.
     """
-    out[at] = numbers
-    if numbers.dtype.kind in "iu" and numbers.dtype != out.dtype and not np.array_equal(out[at], numbers):
+    cast = numbers.astype(dtype, copy=False)
+    if numbers.dtype.kind in "iu" and not np.array_equal(cast, numbers):
         raise DTypeError(
             f"{name} holds integers that do not fit into JAX's dtype for them",
-            expected=f"numbers of {out.dtype}",
+            expected=f"numbers of {dtype}",
             found=f"{numbers.dtype}, from {numbers.min()} to {numbers.max()}",
             fix='jax.config.update("jax_enable_x64", True), or number what they stand for from 0',
         )
+    return cast
+
+
+def _read(name: str, leaf: Any, rows: np.ndarray) -> np.ndarray:
+    """Some rows of a leaf, in memory of their own."""
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(leaf[rows])
+    out = np.empty((len(rows), *leaf.shape[1:]), leaf.dtype)
+    if isinstance(leaf, Array):
+        _copy_from_devices(name, leaf, rows, out)
+        return out
+    step = min(len(rows), max(1, MAX_BYTES // max(1, out[:1].nbytes)))
+    for start in range(rows.min(), rows.max() + 1, step):
+        here = (start <= rows) & (rows < start + step)
+        if here.any():
+            first, last = int(rows[here].min()), int(rows[here].max())
+            out[here] = np.asarray(leaf[first : last + 1])[rows[here] - first]
+    return out
 
 
 def _copy_from_devices(name: str, leaf: Array, rows: np.ndarray, out: np.ndarray) -> None:
