@@ -64,7 +64,7 @@ def _cast(name: str, numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
         raise DTypeError(
             f"{name} holds integers that do not fit into JAX's dtype for them",
             expected=f"numbers of {dtype}",
-            found=f"{numbers.dtype}, from {numbers.min()} to {numbers.max()}",
+            found=f"{numbers.dtype}, {numbers[cast != numbers].flat[0]} among them",
             fix='jax.config.update("jax_enable_x64", True), or number what they stand for from 0',
         )
     return cast
