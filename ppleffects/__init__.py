@@ -15,6 +15,7 @@ from ppleffects.interpretations import log_density as log_density
 from ppleffects.interpretations import render as render
 from ppleffects.interpretations import simulate as simulate
 from ppleffects.interpretations import sites as sites
+from ppleffects.language import blocked as blocked
 from ppleffects.language import deterministic as deterministic
 from ppleffects.language import factor as factor
 from ppleffects.language import observe as observe

@@ -9,6 +9,7 @@ from ppleffects.effects import _jax
 from ppleffects.effects.handlers import own_rule_error
 from ppleffects.errors import DuplicateSiteError, SpecError, UnsupportedPrimitiveError
 from ppleffects.interpretations.layout import Occurrence, Step
+from ppleffects.interpretations.rows import row_axes
 from ppleffects.language import SiteParams
 
 
@@ -18,6 +19,7 @@ def check_sites(found: Sequence[Occurrence]) -> None:
     Raises:
         DuplicateSiteError: a name stands twice, other than in two branches of one cond.
         SpecError: types do not say how a site lies on the mesh, and neither does ``spec=``.
+        ShapeError: a site in a blocked likelihood does not have one entry for each row.
         UnsupportedPrimitiveError: a latent or deterministic in a while loop, whose number of values is unknown.
     """
     first: dict[str, list[Occurrence]] = {}
@@ -29,13 +31,16 @@ def check_sites(found: Sequence[Occurrence]) -> None:
         first[occurrence.site.name].append(occurrence)
         _check_loops(occurrence)
         _check_mesh(occurrence)
+    blocked = {id(step.eqn): step.eqn for occurrence in found for step in occurrence.path if step.kind == "blocked"}
+    for eqn in blocked.values():
+        row_axes(eqn)
 
 
 def _check_rules(occurrence: Occurrence) -> None:
     for step in occurrence.path:
         if _jax.has_own_rule(step.eqn):
             raise own_rule_error(step.eqn, occurrence.eqn)
-        if step.eqn.primitive not in _jax.CONTROL_FLOW.values():
+        if step.kind != "blocked" and step.eqn.primitive not in _jax.CONTROL_FLOW.values():
             raise UnsupportedPrimitiveError(
                 f"'{step.kind}' at {step.line} holds a site, and there is no rule for it",
                 site=occurrence.site.name,

@@ -8,6 +8,7 @@ from typing import Any
 from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn, Literal
 from ppleffects.interpretations.layout import KINDS
+from ppleffects.language import blocked_p
 
 type Names = frozenset[Any]  # of sites, and what inputs of the program are marked with
 
@@ -91,6 +92,7 @@ _FLOWS: dict[Any, Flow] = {
     _jax.CONTROL_FLOW["jit"]: _call,
     _jax.CONTROL_FLOW["checkpoint"]: _call,
     _jax.CONTROL_FLOW["shard_map"]: _call,
+    blocked_p: _call,
     _jax.CONTROL_FLOW["scan"]: _scan,
     _jax.CONTROL_FLOW["while"]: _while,
     _jax.CONTROL_FLOW["cond"]: _cond,

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from ppleffects.effects import _jax
 from ppleffects.effects._jax import Jaxpr, JaxprEqn
 from ppleffects.errors import SpecError
-from ppleffects.language import SiteParams, deterministic_p, factor_p, observe_p, sample_p
+from ppleffects.language import SiteParams, blocked_p, deterministic_p, factor_p, observe_p, sample_p
 from ppleffects.language import distribution as protocol
 
 KINDS = {sample_p: "sample", observe_p: "observe", factor_p: "factor", deterministic_p: "deterministic"}
-_FLOW = {primitive: name for name, primitive in _jax.CONTROL_FLOW.items()}
+_FLOW = {**{primitive: name for name, primitive in _jax.CONTROL_FLOW.items()}, blocked_p: "blocked"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Step:
             "cond": lambda: f"branch {self.branch}",
             "lane_cond": lambda: f"branch {self.branch}",
             "jit": lambda: str(params["name"]),
+            "blocked": lambda: str(params["blocks"].rows),
             "shard_map": lambda: ", ".join(f"{a}: {params['mesh'].shape[a]}" for a in self.mesh_order(self.axes)),
         }.get(self.kind)
         name = "cond" if self.kind == "lane_cond" else self.kind

@@ -309,7 +309,8 @@ def add_compensated(total: tuple[Array, Array], term: Array) -> tuple[Array, Arr
     lost = jnp.where(jnp.abs(value) >= jnp.abs(term), (value - new) + term, (term - new) + value)
     # The error is carried into the value as soon as it counts there; it would lose digits of its own otherwise.
     whole = new + (error + lost)
-    return whole, (new - whole) + (error + lost)
+    finite = jnp.isfinite(new)  # the error of an infinite sum is no number
+    return jnp.where(finite, whole, new), jnp.where(finite, (new - whole) + (error + lost), 0.0)
 
 
 @_register

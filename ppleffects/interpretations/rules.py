@@ -13,11 +13,13 @@ from jax import Array
 
 from ppleffects.effects import HandlerResult, Interpreter, Lane, _jax, default_dispatcher, mesh
 from ppleffects.errors import DistributionError, PPLError
+from ppleffects.interpretations.blocks import blocked_rule
 from ppleffects.interpretations.draw import draw
 from ppleffects.interpretations.parts import Context, Record
 from ppleffects.interpretations.shards import shard_map_rule
 from ppleffects.language import (
     SiteParams,
+    blocked_p,
     deterministic_p,
     factor_p,
     observe_p,
@@ -56,6 +58,7 @@ def interpreter(reading: Reading, label: str) -> Interpreter[Context]:
                 factor_p: _factor,
                 deterministic_p: _deterministic,
                 _jax.shard_map_p: shard_map_rule,
+                blocked_p: blocked_rule,
             }
         ),
         label,

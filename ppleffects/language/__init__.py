@@ -1,5 +1,7 @@
 """The language of models: ``sample``, ``observe``, ``factor`` and ``deterministic``, and what a distribution is."""
 
+from ppleffects.language.blocked import blocked as blocked
+from ppleffects.language.blocked import blocked_p as blocked_p
 from ppleffects.language.deterministic import deterministic as deterministic
 from ppleffects.language.deterministic import deterministic_p as deterministic_p
 from ppleffects.language.distribution import Bijector as Bijector

@@ -12,10 +12,11 @@ import jax
 from ppleffects.effects import HandlerResult, Interpreter, Shared, _jax, default_dispatcher, mesh, rebind_lane_cond
 from ppleffects.effects._jax import Primitive
 from ppleffects.errors import ValuesError
+from ppleffects.interpretations.blocks import rebind_blocked
 from ppleffects.interpretations.parts import Context, Inputs, Totals
 from ppleffects.interpretations.program import Program, trace_model
 from ppleffects.interpretations.shards import shard_map_rule
-from ppleffects.language import SiteParams, deterministic_p, factor_p, observe_p, sample_p
+from ppleffects.language import SiteParams, blocked_p, deterministic_p, factor_p, observe_p, sample_p
 from ppleffects.language.site import bind_params
 
 SITES = (sample_p, observe_p, factor_p, deterministic_p)
@@ -49,6 +50,7 @@ def rewrite(
         **dict.fromkeys(SITES, handle),
         _jax.shard_map_p: shard_map_rule,
         _jax.lane_cond_p: rebind_lane_cond,
+        blocked_p: rebind_blocked,
     }
     interpreter = Interpreter(default_dispatcher().extended(handlers), "a transformation of the model")
 
