@@ -41,6 +41,8 @@ NOT_ON_THE_PAGE = {
     "inference.kernel.Hamiltonian._trajectories": "an abstract method",
     "inference.kernel.Hamiltonian._transition": "an abstract method",
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
+    "inference.placing._copy_from_devices": "needs several processes, see tests/inference/test_shard_rows.py",
+    "inference.shard_rows._order_of_processes": "needs several processes, as above",
     "interop.tfp.__getattr__: AttributeError": "what Python asks of a module that does not have a name",
     "interpretations.rules._drawn: PPLError": "an invariant: values or a key are given, and values are checked first",
     "language.distribution.bijector: NotImplementedError": "becomes a DistributionError where the site is known",

@@ -144,7 +144,7 @@ def _told_of_rows(label: str) -> Iterator[None]:
             source=_jax.raised_line(error),
             expected="a number of rows that the size of the mesh axis divides",
             found=found.strip().removeprefix("* "),
-            fix="append rows up to the next multiple, and leave them out by mask= in ppl.observe",
+            fix="ppl.shard_rows appends rows up to the next multiple, and masks them",
         ) from error
 
 
