@@ -38,7 +38,8 @@ def blocked(likelihood: Callable[..., Any], rows: int | None = None) -> Callable
             The last block may be smaller.
 
     Raises:
-        ShapeError: the arrays of ``data`` have no common number of rows; a site does not have one entry for each row.
+        ShapeError: the arrays of ``data`` have no common number of rows; a site does not have one entry for each row;
+            ``likelihood`` does not run on a block.
         PPLError: ``rows`` is no positive integer.
         SpecError: the rows lie on an explicit axis of a mesh.
 
@@ -56,11 +57,10 @@ def blocked(likelihood: Callable[..., Any], rows: int | None = None) -> Callable
         >>> float(jax.grad(ppl.log_density(model))({"beta": 1.0}, x, 2 * x)["beta"])
         284.0
     """
-    source = _jax.current_line()
     if rows is not None and not (isinstance(rows, int | np.integer) and not isinstance(rows, bool) and rows > 0):
         raise PPLError(
             "the number of rows of a block is no positive integer",
-            source=source,
+            source=_jax.current_line(),
             expected="rows=32_768, or rows=None for a size that fits the cache",
             found=f"{rows!r}",
             fix="ppl.blocked(likelihood, rows)(data): the rows of a block, not the number of blocks",
@@ -68,6 +68,7 @@ def blocked(likelihood: Callable[..., Any], rows: int | None = None) -> Callable
 
     @functools.wraps(likelihood)
     def call(data: Any, *args: Any, **kwargs: Any) -> None:
+        source = _jax.current_line()
         leaves, tree = jax.tree.flatten(data)
         operands = [as_array(leaf, "data of ppl.blocked") for leaf in leaves]
         length = _number_of_rows(operands, source)
@@ -77,15 +78,31 @@ def blocked(likelihood: Callable[..., Any], rows: int | None = None) -> Callable
             likelihood(jax.tree.unflatten(tree, operands), *args, **kwargs)
             return []
 
+        def run_block(*operands):
+            try:
+                return run(*operands)
+            except (TypeError, ValueError) as error:
+                raise _no_block(operands, error, source) from error
+
         if length <= size:
             run(*operands)
             return
-        sizes = {length: run, size: run, **({length % size: run} if length % size else {})}
-        axes = [0] * len(operands)
-        operands, params = assembled(sizes, operands, axes, source)
-        blocked_p.bind(*operands, **params)
+        left = {length % size: run_block} if length % size else {}
+        operands, params = assembled({length: run, size: run_block, **left}, operands, [0] * len(operands), source)
+        if _jax.has_effect(params["whole"]) or _jax.has_effect(params["blocks"].block):
+            blocked_p.bind(*operands, **params)
 
     return call
+
+
+def _no_block(operands: Sequence[Any], error: Exception, source: str) -> ShapeError:
+    return ShapeError(
+        f"a likelihood given to ppl.blocked runs on all rows, but not on {operands[0].shape[0]} of them",
+        source=source,
+        expected="a likelihood that gets everything with an entry for each row as data",
+        found=str(error).splitlines()[0],
+        fix="ppl.blocked(likelihood)((x, y)), where the likelihood takes x and y from its block and not by closure",
+    )
 
 
 def _number_of_rows(operands: Sequence[Any], source: str) -> int:
