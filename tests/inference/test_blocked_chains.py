@@ -1,4 +1,4 @@
-"""Chains of a likelihood in blocks are those of the likelihood without, on one device and on a mesh of chains x data."""
+"""Chains of a likelihood in blocks are those of the likelihood without, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_first_draws(on_mesh, request):
     plain, blocked = (first_draws(rows, mesh, kernel, num_chains=3) for rows in (None, 5))
     for group in ("posterior", "log_likelihood"):
         for name, values in plain[group].data_vars.items():
-            np.testing.assert_allclose(blocked[group][name], values, TOLERANCE, TOLERANCE, err_msg=str(name))
+            np.testing.assert_allclose(blocked[group][str(name)], values, TOLERANCE, TOLERANCE, err_msg=str(name))
     assert blocked.posterior["beta"].std("draw").min() > 0
 
 

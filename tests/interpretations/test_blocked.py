@@ -439,9 +439,8 @@ def test_one_pass_and_no_more():
     assert products(jax.grad(density), values, *args) == 2
     loops = [e for e in equations(jax.make_jaxpr(jax.grad(density))(values, *args).jaxpr) if str(e.primitive) == "scan"]
     assert len(loops) == 1
-    assert (
-        max(math.prod(v.aval.shape) for v in loops[0].outvars) <= 4
-    )  # blocks, or entries of beta: nothing as long as the rows
+    types: list[Any] = [v.aval for v in loops[0].outvars]
+    assert max(math.prod(t.shape) for t in types) <= 4  # blocks, or entries of beta: nothing as long as the rows
 
 
 def test_memory_is_that_of_a_block():
