@@ -46,17 +46,17 @@ OUTPUT = Path(__file__).parent / "output"
 def flights_model(mesh: Mesh | None):
     """The model; without a mesh, the same model unsharded."""
 
-    def rows(intercept, beta, effects, data):
+    def rows(intercept, beta, effects, data, mask):
         """One shard's flights. Coefficients are the same on all shards, so only the density and its gradient travel."""
         logits = intercept + data["x"] @ beta + sum(effects[group][data[group]] for group in GROUPS)
-        ppl.observe("late", dist.Bernoulli(logits=logits), data["late"], mask=data["is_flight"], dims=("flight",))
+        ppl.observe("late", dist.Bernoulli(logits=logits), data["late"], mask=mask, dims=("flight",))
 
     likelihood = rows
     if mesh is not None:
-        specs = (P(), P(), P(), P("data"))
+        specs = (P(), P(), P(), P("data"), P("data"))
         likelihood = jax.shard_map(rows, mesh=mesh, in_specs=specs, out_specs=None)
 
-    def model(data, sizes):
+    def model(data, mask, sizes):
         intercept = ppl.sample("intercept", dist.Normal(-1.0, 1.5))
         beta = ppl.sample("beta", dist.Normal(0.0, 1.0).expand([data["x"].shape[1]]), dims=("covariate",))
         effects = {}
@@ -64,7 +64,7 @@ def flights_model(mesh: Mesh | None):
             scale = ppl.sample(f"sd_{group}", dist.LogNormal(np.log(0.2), 0.5))
             z = ppl.sample(f"z_{group}", dist.Normal(0.0, 1.0).expand([sizes[group]]), dims=(group,))
             effects[group] = ppl.deterministic(f"effect_{group}", scale * z, dims=(group,))
-        likelihood(intercept, beta, effects, data)
+        likelihood(intercept, beta, effects, data, mask)
 
     return model
 
@@ -99,16 +99,6 @@ def make_mesh() -> Mesh:
     return jax.make_mesh((chains, devices // chains), ("chains", "data"))
 
 
-def shard(data: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Rows placed along the axis of data. Where it does not divide them, the last row fills up, and is masked."""
-    num_rows = len(data["late"])
-    padding = -num_rows % mesh.shape["data"]
-    print(f"{num_rows:,} rows over {mesh.shape['data']} shards, {padding} masked rows of padding")
-    padded = {name: np.concatenate([array, array[-1:].repeat(padding, 0)]) for name, array in data.items()}
-    padded["is_flight"] = np.arange(num_rows + padding) < num_rows
-    return jax.device_put(padded, NamedSharding(mesh, P("data")))
-
-
 def print_sites(sites: dict[str, ppl.Site]) -> None:
     """What the model holds, without running it."""
     print(f"\n{'site':<14} {'kind':<14} {'shape':<10} {'spec':<28} line")
@@ -116,13 +106,12 @@ def print_sites(sites: dict[str, ppl.Site]) -> None:
         print(f"{site.name:<14} {site.kind:<14} {site.shape!s:<10} {site.spec!s:<28} {Path(site.source).name}")
 
 
-def check_density(mesh: Mesh, data: dict[str, jax.Array], rows: dict[str, np.ndarray], sizes: dict[str, int]) -> None:
+def check_density(mesh: Mesh, sharded_rows: tuple, rows: dict[str, np.ndarray], sizes: dict[str, int]) -> None:
     """Compares the sharded density with that of the model without ``shard_map``, on one device, at a prior draw."""
-    rows = rows | {"is_flight": np.ones(len(rows["late"]), bool)}
-    values = ppl.simulate(flights_model(None))(1, rows, sizes).latents
-    unsharded = float(ppl.log_density(flights_model(None))(values, rows, sizes))
+    values = ppl.simulate(flights_model(None))(1, rows, None, sizes).latents
+    unsharded = float(ppl.log_density(flights_model(None))(values, rows, None, sizes))
     everywhere = jax.device_put(values, NamedSharding(mesh, P()))
-    sharded = float(ppl.log_density(flights_model(mesh))(everywhere, data, sizes))
+    sharded = float(ppl.log_density(flights_model(mesh))(everywhere, *sharded_rows, sizes))
     print(f"\nlog density at a prior draw: {sharded:.12g} sharded, {unsharded:.12g} unsharded,")
     print(f"relative difference {abs(sharded / unsharded - 1):.1e}")
 
@@ -166,9 +155,10 @@ def main() -> None:
     sizes = {group: len(names[group]) for group in GROUPS}
     mesh = make_mesh()
     print(f"mesh: {dict(mesh.shape)} of {jax.devices()[0].device_kind} devices")
-    data = shard(rows, mesh)
-    print_sites(ppl.sites(flights_model(mesh))(data, sizes))
-    check_density(mesh, data, rows, sizes)
+    data, mask = ppl.shard_rows(rows, mesh)  # each device gets as many; masked rows fill up
+    print(f"{len(rows['late']):,} rows over {mesh.shape['data']} shards, {int((~mask).sum())} masked rows of padding")
+    print_sites(ppl.sites(flights_model(mesh))(data, mask, sizes))
+    check_density(mesh, (data, mask), rows, sizes)
 
     sampler = ppl.mcmc(
         flights_model(mesh),
@@ -179,8 +169,7 @@ def main() -> None:
         mesh=mesh,
         coords=names,
     )
-    trace = sampler(0, data, sizes)
-    trace = trace.isel(flight=slice(len(rows["late"])))  # without the padding
+    trace = sampler(0, data, mask, sizes)
     print_diagnostics(trace)
     write(trace)
     print(f"\n{time.perf_counter() - start:.0f} s in all")
