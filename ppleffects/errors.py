@@ -89,8 +89,8 @@ class SettingsError(PPLError, ValueError):
     """A setting of an inference run is out of its range, or names nothing that exists."""
 
 
-class NotAvailableError(PPLError, NotImplementedError):
-    """A part of the interface that this version does not have yet."""
+class CheckpointError(PPLError, RuntimeError):
+    """A checkpoint cannot be written or read, or belongs to another run; what it holds stays as it is."""
 
 
 class LayoutWarning(UserWarning):

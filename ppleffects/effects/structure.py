@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 from typing import Any
 
 import jax
@@ -80,3 +83,60 @@ def _parameter(value: Any) -> Any:
     except TypeError:  # pragma: no cover - the same
         return _Same(value)
     return (type(value), value)
+
+
+def described(jaxpr: Jaxpr) -> list[str]:
+    """Returns the equations in words that are the same in every process: a line for each, and none of its source.
+
+    Functions, rules for derivatives among them, are told by their names alone, and constants, which are data, not at
+    all. Of a dataclass its ``repr`` says which fields count.
+    """
+    names: dict[Any, int] = {}
+
+    def name(var: Any) -> str:
+        return f"{_worded(var.val)}" if isinstance(var, Literal) else f"v{names.setdefault(var, len(names))}"
+
+    def typed(variables: Any) -> str:
+        return " ".join(f"{name(v)}:{_stable(str(v.aval))}" for v in variables)
+
+    lines = [f"in {typed([*jaxpr.constvars, *jaxpr.invars])}"]
+    for eqn in jaxpr.eqns:
+        inputs, inner = " ".join(map(name, eqn.invars)), []
+        parameters = []
+        for key, value in sorted(eqn.params.items()):
+            if key == "source":
+                continue
+            bodies = [x for x in (value if isinstance(value, tuple | list) else (value,)) if hasattr(x, "eqns")]
+            parameters += [] if bodies else [f"{key}={_worded(value)}"]
+            inner += [f"  {key}: {line}" for body in bodies for line in described(getattr(body, "jaxpr", body))]
+        lines += [f"{typed(eqn.outvars)} = {eqn.primitive}[{' '.join(parameters)}] {inputs}", *inner]
+    return [*lines, f"out {' '.join(map(name, jaxpr.outvars))}"]
+
+
+def _worded(value: Any) -> str:
+    """A parameter or literal in words that tell nothing of this process."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        return f"{array.dtype}{list(array.shape)}{array.tobytes().hex() if array.size <= 4 else _digest(array)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_worded, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_worded, value)))}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
+        return f"{type(value).__name__}({', '.join(f'{key}={_worded(x)}' for key, x in fields.items())})"
+    if isinstance(value, jax.tree_util.PyTreeDef):  # what NumPyro calls static is in another order in each process
+        return f"({' '.join(sorted(re.findall(r'[\w.]+', str(value))))})"
+    if callable(value) and not isinstance(value, type | _jax.Primitive):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return _stable(repr(value)) if isinstance(value, str | float | complex) else _stable(str(value))
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
+
+
+def _stable(text: str) -> str:
+    """A text without addresses, and with the members of sets in order."""
+    text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", text).split())
+    return re.sub(r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)

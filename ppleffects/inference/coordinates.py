@@ -66,6 +66,19 @@ class Coordinates:
         specs = {name: PartitionSpec(*[None] * leading, *spec) for name, *_, spec in self.sharded}
         return {name: _laid_out(x, specs[name]) if name in specs else x for name, x in packed.items()}
 
+    def spec_of(self, path: str, ndim: int, leading: PartitionSpec) -> PartitionSpec | None:
+        """How an array of a sampler's state lies on the mesh; None where it is whole on the devices of its chains.
+
+        Args:
+            path: of the array in the state, as JAX writes it.
+            ndim: the number of its axes.
+            leading: how the first of them, that of chains, lies.
+        """
+        for name, shape, _, spec in self.sharded:
+            if path.endswith(f"['{name}']"):
+                return PartitionSpec(*leading, *[None] * (ndim - len(shape) - len(leading)), *spec)
+        return None
+
     def unpack(self, packed: dict[str, Array]) -> dict[str, Array]:
         """From a vector and the sharded arrays to arrays by site, each of its site's dtype."""
         position = {name: _laid_out(packed[name], spec).astype(dtype) for name, _, dtype, spec in self.sharded}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-type Draws = dict[str, np.ndarray]
+type Draws = Mapping[str, np.ndarray]
 
 # R-hat and ESS of more scalars than this are those of a selection: they cost milliseconds each.
 MAX_SCALARS = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -14,12 +15,15 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ppleffects.errors import DiagnosticsWarning
+from ppleffects.inference.checkpoint import opened
 from ppleffects.inference.datatree import check_coords, constant_data, to_datatree
 from ppleffects.inference.kernel import Kernel
 from ppleffects.inference.layout import trace
 from ppleffects.inference.nuts import NUTS
 from ppleffects.inference.options import Options
+from ppleffects.inference.processes import fetch, is_first
 from ppleffects.inference.report import Report
+from ppleffects.inference.rows import lay_out, restore, restore_arguments, restored_sites, row_axes
 from ppleffects.inference.run import Run
 from ppleffects.inference.target import target as make_target
 from ppleffects.interpretations.draw import as_key
@@ -72,7 +76,9 @@ def mcmc(
         progress: whether to show a progress bar and, at the end, the diagnostics.
         chunk_size: transitions per call of the compiled program; by default calls take about half a second. Memory on
             the devices grows with it, not with ``num_samples``.
-        checkpoint: not there yet: anything but None raises.
+        checkpoint: a folder that keeps the run: its draws, as a zarr store that xarray can open while the run goes on,
+            and the sampler's state. The same call goes on from there, with the draws of a run that was never
+            interrupted; with more ``num_samples`` it goes on to as many. The result reads its arrays from there.
         coords: values along named dimensions, by dimension.
 
     Returns:
@@ -86,6 +92,7 @@ def mcmc(
         DiscreteLatentError: a latent site is discrete.
         MeshError: the model names a mesh of other axes than the run's.
         NoValidStartError: no start with a finite density and gradient was found.
+        CheckpointError: the checkpoint cannot be written, or belongs to another run; the message names the difference.
 
     Warns:
         DiagnosticsWarning: the diagnostics say that the draws should not be trusted.
@@ -97,18 +104,29 @@ def mcmc(
         typed_key = as_key(key)
         target, layout = trace(lambda: make_target(model)(*args, **kwargs), mesh, chain_axis, num_chains)
         kernel.check(target)
-        check_coords(target.sites, coords)
+        axes = row_axes(target.model, target.sites)
+        sites = restored_sites(target.sites, axes)
+        check_coords(sites, coords)
         arguments = bind_arguments(model, args, kwargs)
-        with layout.context():
-            sampling = Run(kernel, options, layout, layout.place_data(target), progress)
+        own = dataclasses.replace(options, init=lay_out(init, target.sites, axes))
+        about = {**_library(), **_seed(key, typed_key)}
+        with (
+            layout.context(),
+            opened(checkpoint, target, sites, layout, typed_key, kernel, options, arguments) as store,
+        ):
+            sampling = Run(kernel, own, layout, target, axes, progress=progress, checkpoint=store, about=about)
             sampling.start(typed_key, arguments)
-            sampling.advance()
-            observed = {name: np.asarray(value) for name, value in sampling.target.observed().items()}
-        report = sampling.report()
-        attrs = {**_library(), **sampling.attrs(), **_seed(key, typed_key), **report.attrs()}
-        data = {"observed_data": observed, "constant_data": constant_data(arguments, observed)}
-        _tell(report, str(attrs["layout"]), complete=sampling.complete, progress=progress)
-        return to_datatree({**sampling.groups(), **data}, target.sites, coords=coords, attrs=attrs)
+            observed = {name: np.asarray(fetch(value)) for name, value in sampling.target.observed().items()}
+            observed = restore(observed, axes)
+            data = {"observed_data": observed, "constant_data": constant_data(restore_arguments(arguments), observed)}
+
+            def tree(groups: Mapping[str, Any], attrs: dict[str, Any]) -> xarray.DataTree:
+                return to_datatree({**groups, **data}, sites, coords=coords, attrs=attrs)
+
+            sampling.advance(lambda groups: tree(groups, sampling.attrs()))
+            report = sampling.report()
+            _tell(report, str(sampling.layout), complete=sampling.complete, progress=progress and is_first())
+            return sampling.result(tree, report.attrs())
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppleffects.errors import NotAvailableError, SettingsError
+from ppleffects.errors import SettingsError
 from ppleffects.inference.chunks import Plan, draw_shapes
 from ppleffects.inference.settings import check_numbers
 from ppleffects.language.arguments import as_names
@@ -40,9 +41,8 @@ class Options:
         """These settings, if they make sense by themselves and with a kernel and a mesh.
 
         Raises:
-            SettingsError: a number is out of its range, a group is unknown, or the kernel or mesh is none.
+            SettingsError: a number is out of its range, a group is unknown, or the kernel, mesh or path is none.
             ValuesError: ``keep`` or ``groups`` are no names.
-            NotAvailableError: ``checkpoint`` is given.
         """
         _check_objects(kernel, mesh)
         check_numbers(self)
@@ -62,12 +62,12 @@ class Options:
                 found=f"{unknown}",
                 fix='give a sequence of names, as in groups=("warmup",)',
             )
-        if self.checkpoint is not None:
-            raise NotAvailableError(
-                "checkpoint= is not there yet: this version cannot resume a run",
-                expected="checkpoint=None",
-                found=f"checkpoint={self.checkpoint!r}",
-                fix="leave checkpoint= out; Ctrl-C returns the draws so far",
+        if not isinstance(self.checkpoint, str | os.PathLike | None):
+            raise SettingsError(
+                "checkpoint= is no path",
+                expected="a path to a folder, as a str or a pathlib.Path, or None",
+                found=f"{self.checkpoint!r}",
+                fix='checkpoint="run.zarr"',
             )
         return dataclasses.replace(self, keep=keep, groups=groups)
 

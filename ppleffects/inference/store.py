@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ppleffects.inference.archive import StoredSeries
+
 
 class Series:
     """Arrays by name that grow by rows, each chain at its own pace; allocated once.
@@ -42,6 +44,10 @@ class Series:
         return {name: array[:, : self.length] for name, array in self._arrays.items()}
 
 
+# Counts of a phase, one for each chain.
+COUNTS = ("_num_steps", "num_diverging", "num_saturated", "num_leapfrogs", "_step_sizes")
+
+
 class Phase:
     """What one phase of a run, warm-up or sampling, leaves behind.
 
@@ -49,13 +55,21 @@ class Phase:
         num_chains: chains to keep.
         num_steps: transitions of the phase.
         thinning: every so-many-th draw is kept.
+
+    Attributes:
+        num_asked: transitions of the phase.
+        num_rows: draws of them that are kept.
+        posterior: latents and deterministics.
+        log_likelihood: pointwise log-probabilities.
+        sample_stats: statistics of the transitions.
     """
 
     def __init__(self, num_chains: int, num_steps: int, thinning: int):
-        rows = num_steps // thinning
         self.num_chains, self._thinning = num_chains, thinning
-        self.posterior, self.log_likelihood = Series(num_chains, rows), Series(num_chains, rows)
-        self.sample_stats = Series(num_chains, rows)
+        self.num_asked, self.num_rows = num_steps, num_steps // thinning
+        self.posterior: Series | StoredSeries = Series(num_chains, self.num_rows)
+        self.log_likelihood: Series | StoredSeries = Series(num_chains, self.num_rows)
+        self.sample_stats: Series | StoredSeries = Series(num_chains, self.num_rows)
         self._num_steps = np.zeros(num_chains, int)
         self.num_diverging = np.zeros(num_chains, int)
         self.num_saturated = np.zeros(num_chains, int)
@@ -66,6 +80,15 @@ class Phase:
     def num_steps(self) -> int:
         """Transitions that every chain has made."""
         return int(self._num_steps.min())
+
+    def counts(self) -> dict[str, Any]:
+        """What it knows beside the draws, as JSON has it."""
+        return {name: getattr(self, name).tolist() for name in COUNTS}
+
+    def restore(self, counts: dict[str, Any]) -> None:
+        """Go on from what ``counts`` returned."""
+        for name, values in counts.items():
+            setattr(self, name, np.asarray(values, getattr(self, name).dtype))
 
     @property
     def step_size(self) -> float:

@@ -62,6 +62,7 @@ class Structure:
 
     Attributes:
         tree: the pytree structure.
+        order: which leaf of the tree comes first, second, and so on: in each process the same.
         static: for each leaf, the leaf itself if it is no array, else None.
         dynamic: for each leaf, whether it is an array.
         names: for each array, what the distribution calls it; for messages.
@@ -71,6 +72,7 @@ class Structure:
     """
 
     tree: Any
+    order: tuple[int, ...] = dataclasses.field(repr=False)
     static: tuple[Any, ...]
     dynamic: tuple[bool, ...]
     names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -87,7 +89,8 @@ class Structure:
         arrays = list(arrays)
         rest = iter(arrays)
         leaves = [next(rest) if d else s for s, d in zip(self.static, self.dynamic, strict=True)]
-        distribution = jax.tree.unflatten(self.tree, leaves)
+        found = dict(zip(self.order, leaves, strict=True))
+        distribution = jax.tree.unflatten(self.tree, [found[i] for i in range(len(leaves))])
         return _revealed(distribution, arrays[sum(self.dynamic) :]) if self.hidden else distribution
 
 
@@ -134,6 +137,29 @@ def _with_attributes(distribution: Any, changed: dict[str, Any]) -> Any:
     return copied
 
 
+class _Position:
+    """Stands for a leaf of a tree."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+def _order(tree: Any) -> tuple[int, ...]:
+    """The leaves of a NumPyro distribution by the names of its attributes, whose own order differs between processes.
+
+    In a program whose order differs, a compilation cache on disk would find nothing.
+    """
+
+    def walk(value: Any) -> list[int]:
+        if isinstance(value, dist.Distribution):
+            return [index for _, inner in sorted(vars(value).items()) for index in walk(inner)]
+        return [leaf.index for leaf in jax.tree.leaves(value) if isinstance(leaf, _Position)]
+
+    order = walk(jax.tree.unflatten(tree, map(_Position, range(tree.num_leaves))))
+    # Only a class that puts itself together in a way of its own hides some from the walk.
+    return tuple(order) if sorted(order) == list(range(tree.num_leaves)) else tuple(range(tree.num_leaves))
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(leaf, bool)
 
@@ -146,6 +172,8 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
     """
     hidden: list[Any] = []
     leaves, tree = jax.tree.flatten(_concealed(distribution, hidden))
+    order = _order(tree) if isinstance(distribution, dist.Distribution) else tuple(range(len(leaves)))
+    leaves = [leaves[i] for i in order]
     if jax.tree_util.all_leaves([distribution]):
         raise DistributionError(
             f"the distribution is not a pytree, so its parameters cannot be traced: {type(distribution).__name__}",
@@ -182,7 +210,7 @@ def take_apart(distribution: Any, site: str, source: str) -> tuple[list[Any], St
     arrays = [*(leaf for leaf, d in zip(leaves, dynamic, strict=True) if d), *hidden]
     names = tuple(_leaf_names(distribution, arrays))
     own = None if _is_of_a_library(distribution) else object()
-    return arrays, Structure(tree, static, dynamic, names, len(hidden), own)
+    return arrays, Structure(tree, order, static, dynamic, names, len(hidden), own)
 
 
 def _is_of_a_library(distribution: Any) -> bool:

@@ -37,7 +37,7 @@ class SiteParams:
     """
 
     name: str
-    source: str
+    source: str = dataclasses.field(repr=False)
     shape: tuple[int, ...]
     event_dim: int = 0
     dims: tuple[str | None, ...] | None = None

@@ -18,7 +18,6 @@ from ppleffects.errors import (
     DiagnosticsWarning,
     LayoutWarning,
     MeshError,
-    NotAvailableError,
     NoValidStartError,
     PPLError,
     SettingsError,
@@ -427,7 +426,7 @@ BAD_CALLS = {
     "keep": ({"keep": ["nu"]}, SettingsError, "keep= names an unknown site"),
     "coords": ({"coords": {"school": [1]}}, SettingsError, "coords= names the dimension 'school', which no site has"),
     "coords length": ({"coords": {"y_dim_0": [1]}}, SettingsError, "'y_dim_0' have the wrong length"),
-    "checkpoint": ({"checkpoint": "run.zarr"}, NotAvailableError, "checkpoint= is not there yet"),
+    "checkpoint": ({"checkpoint": 3}, SettingsError, "checkpoint= is no path"),
     "init name": ({"init": {"nu": 1.0}}, ValuesError, "init= names 'nu', which is no latent site"),
     "init shape": ({"init": {"mu": np.zeros(3)}}, ShapeError, r"'mu' at \S*test_mcmc\.py:\d+: the value of init="),
 }
