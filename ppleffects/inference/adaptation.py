@@ -14,6 +14,8 @@ from ppleffects.inference.metric import Metric, Shape, Tree, is_sharded
 
 # Hoffman and Gelman 2014, section 3.2.
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
+# The search for a first step size: what stands for no direction yet, and the most doublings or halvings.
+UNDECIDED, MAX_SEARCH = 2.0, 40
 # The metric is estimated anew at the end of each window, from the later half of the draws so far, but no more than:
 MAX_WINDOW = 160
 # Large positions are kept for fewer draws, so that all of them have at most so many scalars; but for so many draws.
@@ -27,7 +29,7 @@ RIDGE, ROUNDING = 1e-5, 100.0
 
 
 class StepSize(NamedTuple):
-    """Dual averaging of the log of the step size.
+    """The log of the step size: first doubled or halved until it is about right, then adapted by dual averaging.
 
     Attributes:
         log_step: the step size to use now.
@@ -35,6 +37,7 @@ class StepSize(NamedTuple):
         error: running mean of the target minus the acceptance rate.
         number: transitions since the start.
         centre: what the log of the step size is drawn to.
+        search: 1 while it is doubled, -1 while it is halved, 2 before either, and 0 afterwards.
     """
 
     log_step: Array
@@ -42,12 +45,24 @@ class StepSize(NamedTuple):
     error: Array
     number: Array
     centre: Array
+    search: Array
+
+    @property
+    def searching(self) -> Array:
+        """Whether it is doubled or halved: a transition then is one step, and no draw."""
+        return self.search != 0
 
 
 def start_step(log_step: Array) -> StepSize:
-    """The adaptation at its start, from a step size."""
+    """Dual averaging at its start, from a step size."""
     zero = jnp.zeros_like(log_step)
-    return StepSize(log_step, log_step, zero, zero, log_step + jnp.log(2.0))
+    return StepSize(log_step, log_step, zero, zero, log_step + jnp.log(2.0), zero)
+
+
+def start_search(log_step: Array) -> StepSize:
+    """The search at its start, which is a step size of 1, of the type of ``log_step``."""
+    start = start_step(jnp.zeros_like(log_step))
+    return start._replace(search=start.search + UNDECIDED)
 
 
 def adapt_step(state: StepSize, acceptance: Array, target: Array) -> StepSize:
@@ -57,7 +72,17 @@ def adapt_step(state: StepSize, acceptance: Array, target: Array) -> StepSize:
     error = (1 - weight) * state.error + weight * (target - acceptance)
     log_step = state.centre - jnp.sqrt(number) / GAMMA * error
     share = number**-KAPPA
-    return StepSize(log_step, share * log_step + (1 - share) * state.log_average, error, number, state.centre)
+    averaged = StepSize(
+        log_step, share * log_step + (1 - share) * state.log_average, error, number, state.centre, state.search
+    )
+
+    # The search ends with the first step size on the other side of the target.
+    direction = jnp.where(acceptance > target, 1.0, -1.0)
+    going_on = ((state.search == direction) | (state.search == UNDECIDED)) & (number <= MAX_SEARCH)
+    found = start_step(state.log_step)
+    tried = found._replace(log_step=state.log_step + direction * np.log(2.0), number=number, search=direction)
+    searched = jax.tree.map(lambda a, b: jnp.where(going_on, a, b), tried, found)
+    return jax.tree.map(lambda a, b: jnp.where(state.searching, a, b), searched, averaged)
 
 
 def window_ends(num_warmup: int) -> list[int]:

@@ -29,10 +29,12 @@ class Noise(NamedTuple):
     Attributes:
         momenta: standard normal. ``(trajectory, *leaf)``
         forward: first directions. ``(trajectory,)``
+        keys: what else is random in each. ``(trajectory,)``
     """
 
     momenta: Tree
     forward: Array
+    keys: Array
 
 
 class Trials(NamedTuple):

@@ -6,6 +6,7 @@ What happens rarely (a new metric, momenta for the next trajectories) is done be
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +22,14 @@ from ppleffects.inference.adaptation import (
     StepSize,
     adapt_step,
     estimate,
+    start_search,
     start_step,
     window_ends,
 )
 from ppleffects.inference.chain import STATS, Chain, Effort, Noise, Rows, Trials, Window
-from ppleffects.inference.coordinates import Coordinates
+from ppleffects.inference.coordinates import VECTOR, Coordinates
 from ppleffects.inference.metric import Metric, Shape, Tree, identity
-from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin, once
+from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin, begin_again, once
 from ppleffects.interpretations.draw import name_digest
 
 # A chain tries several starts, each for so many trajectories. Until there is a metric they are doubled at most so many
@@ -46,6 +48,9 @@ MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
 TARGET_ACCEPT, CAREFUL, CAREFUL_FROM = 0.8, 0.95, 120
 # What changes only between stretches of leapfrog steps.
 FIXED = ("metric", "target", "trials", "noise", "key")
+# What of a trajectory is nothing when it begins, and what of a chain may change when a window ends.
+COUNTED = ("depth", "leaf", "log_weight", "acceptance", "num_steps", "ended")
+ESTIMATED = ("metric", "step", "target", "effort", "number")
 
 
 class Machine(NamedTuple):
@@ -102,30 +107,29 @@ class Machine(NamedTuple):
             key: the chain's key.
             metric: what to begin with; the identity by default.
         """
-        density = self.density(target)
-        zero = jnp.zeros((), jnp.int32)
-        noise = self._noise(key, zero)
         packed = jax.vmap(self.coordinates.pack)(positions)
-        first = self._first_metric(jax.tree.map(lambda x: x[0], packed)) if metric is None else metric
+        log_density, gradient = jax.vmap(self.density(target))(packed)
+        log_steps = jnp.full_like(log_density, 0.0 if self.step_size is None else np.log(self.step_size))
+        trials = Trials(Point(packed, log_density, gradient, log_density), log_steps)
+        point, log_step = _row(trials, 0)
+        first = self._first_metric(point.position) if metric is None else metric
 
-        def trial(packed: Tree) -> Trials:
-            log_density, gradient = density(packed)
-            point = Point(packed, log_density, gradient, log_density)
-            if self.step_size is not None:
-                return Trials(point, jnp.full_like(log_density, np.log(self.step_size)))
-            path = self._path(first, point, noise, key, zero)
-            return Trials(point, _reasonable_step(density, first, path, self._first_target))
-
-        trials = jax.vmap(trial)(packed)
-        point, log_step = jax.tree.map(lambda x: x[0], trials)
-        path = self._path(first, point, noise, key, zero)
+        nothing = jax.tree.map(jnp.zeros_like, point.position)
+        zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+        path = begin(first, point.position, point.log_density, point.gradient, nothing, no, key, self.max_tree_depth)
         blank = self.coordinates.laid_out(path.checkpoints.momenta, leading=1)
         path = path._replace(checkpoints=path.checkpoints._replace(momenta=blank, middles=blank))
-        rows = _repeated(jax.tree.map(jnp.zeros_like, point.position), self._window_length)
-        window = Window(*[self.coordinates.laid_out(rows, leading=1)] * 2)
+
+        def rows(length: int) -> Tree:
+            return self.coordinates.laid_out(_repeated(nothing, length), leading=1)
+
+        window = Window(*[rows(self._window_length)] * 2)
+        # What its trajectories begin with is drawn before the first.
+        length = self._noise_length
+        noise = Noise(rows(length), jnp.zeros(length, bool), jnp.broadcast_to(key, (length,)))
         effort, target_accept = Effort(*[jnp.zeros_like(log_step)] * 4), jnp.full_like(log_step, self._first_target)
-        step = start_step(log_step)
-        return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, zero > 0, key)
+        step = start_search(log_step) if self.step_size is None else start_step(log_step)
+        return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, ~no, key)
 
     def run(
         self, target: Any, chains: Chain, rows: Rows, last: Array, budget: Array
@@ -180,60 +184,73 @@ class Machine(NamedTuple):
         checkpoints = path.checkpoints  # of no use to a chain that does not move
         path, old = path._replace(checkpoints=()), chains.path._replace(checkpoints=())
         chains = chains._replace(path=_where(moves, path, old))
+        ended = once(path.ended & moves)
 
-        def ended(moving: Chain) -> Array:
-            return moving.path.ended & ~moving.waiting & (moving.number < last)
-
-        def end_one(state: tuple) -> tuple:
-            moving, rows, counts = state
-            index = jnp.argmax(ended(moving))
-            chain = jax.tree.map(lambda x: x[index], _with_fixed(moving._replace(window=()), chains))
-            point = chain.path.point
-            row = Rows(point.position, self._stats(chain))
+        def begin_one(state: tuple) -> tuple:
+            path, window, rows, counts, left = state
+            index = jnp.argmax(left)
+            old = _row(path, index)
+            chain = _row(chains._replace(path=()), index)._replace(path=old)
+            row = Rows(old.point.position, self._stats(chain))
             rows = jax.tree.map(lambda all, new: _written(all, new, counts[index], index), rows, row)
-            slot, latest = chain.number % self._window_length, Window(point.position, point.gradient)
-            window = jax.tree.map(lambda all, new: _written(all, new, index, slot), moving.window, latest)
-            begun = _moving(self._begun(chain))._replace(window=())
-            moving = jax.tree.map(lambda all, new: _written(all, new, index), moving._replace(window=()), begun)
-            return moving._replace(window=window), rows, counts.at[index].add(1)
+            slot, latest = _remainder(chain.number, self._window_length), Window(old.point.position, old.point.gradient)
+            window = jax.tree.map(lambda all, new: _written(all, new, index, slot), window, latest)
+            new = self._begun(chain, jnp.where(chain.step.searching, chain.number, chain.number + 1))
+            path = _with_row(path, index, old, new)
+            counts = counts.at[index].add(jnp.where(chain.step.searching, 0, 1))
+            return path, window, rows, counts, left & (jnp.arange(left.size) != index)
 
-        state = _moving(chains), rows, counts
+        state = chains.path, chains.window, rows, counts, ended
         if counts.size == 1:  # in a loop, XLA does beforehand, at each step, what is the same in all its iterations
-            moving, rows, counts = jax.lax.cond(jnp.any(ended(chains)), end_one, lambda state: state, state)
+            state = jax.lax.cond(ended[0], begin_one, lambda state: state, state)
         else:
-            moving, rows, counts = jax.lax.while_loop(lambda state: jnp.any(ended(state[0])), end_one, state)
-        chains = _with_fixed(moving, chains)
-        return chains._replace(path=chains.path._replace(checkpoints=checkpoints)), rows, counts
+            state = jax.lax.while_loop(lambda state: jnp.any(state[-1]), begin_one, state)
+        path, window, rows, counts, _ = state
+        chains = self._counted(chains, ended)
+        nothing = {name: jnp.where(ended, 0, getattr(path, name)).astype(getattr(path, name).dtype) for name in COUNTED}
+        return chains._replace(path=path._replace(checkpoints=checkpoints, **nothing), window=window), rows, counts
 
-    def _begun(self, chain: Chain) -> Chain:
-        """A chain that has ended a trajectory: its step size adapted, and the next begun."""
-        number, path = chain.number + 1, chain.path
-        effort = chain.effort._replace(
-            num_steps=chain.effort.num_steps + path.num_steps,
-            num_paths=chain.effort.num_paths + 1,
-            num_diverging=chain.effort.num_diverging + path.diverging,
+    def _counted(self, chains: Chain, ended: Array) -> Chain:
+        """The chains with what adds up over their trajectories, where one has ended."""
+        path, effort = chains.path, chains.effort
+        step = _where(ended, jax.vmap(self._adapted)(chains), chains.step)
+        ended = ended & ~chains.step.searching
+        number = chains.number + ended
+        return chains._replace(
+            step=step,
+            effort=effort._replace(
+                num_steps=effort.num_steps + jnp.where(ended, path.num_steps, 0),
+                num_paths=effort.num_paths + ended,
+                num_diverging=effort.num_diverging + (ended & path.diverging),
+            ),
+            number=number,
+            waiting=chains.waiting | (ended & jax.vmap(self._must_wait)(number)),
         )
-        begun = self._path(chain.metric, path.point, chain.noise, chain.key, number)
-        return chain._replace(
-            path=begun._replace(checkpoints=()), step=self._adapted(chain), effort=effort, number=number,
-            waiting=self._must_wait(number),
-        )  # fmt: skip
+
+    def _begun(self, chain: Chain, number: Array) -> Trajectory:
+        """The trajectory of this number, begun where another has ended."""
+        index = _remainder(number, self._noise_length)
+        momentum, forward, key = _row(chain.noise, index)
+        return begin_again(chain.metric, chain.path, momentum, forward, key)
 
     def _advance(self, density: Density, chain: Chain) -> Trajectory:
         step_size = jnp.exp(self._log_step(chain))
         if self.length is not None:
             wanted = jnp.ceil(self.length[0] / step_size)
-            num_steps = jnp.clip(wanted, 1, self.length[1])
+            searching = chain.step.searching
+            num_steps = jnp.where(searching, 1, jnp.clip(wanted, 1, self.length[1]))
             # The length is exact, whatever the step size, except where the number of steps is cut.
-            step_size = jnp.where(wanted > num_steps, step_size, self.length[0] / num_steps)
+            step_size = jnp.where(searching | (wanted > num_steps), step_size, self.length[0] / num_steps)
             return advance_fixed(density, chain.metric, step_size, chain.path, num_steps, self.max_delta_energy)
         trying = min(self.max_tree_depth, TRIAL_DEPTH)
         estimated = self._trials_end + FIRST_WINDOW
         depth = jnp.where(chain.number < min(estimated, self.num_warmup), trying, self.max_tree_depth)
+        depth = jnp.where(chain.step.searching, 1, depth)
         return advance(density, chain.metric, step_size, chain.path, depth, self.max_delta_energy)
 
     def _log_step(self, chain: Chain) -> Array:
-        return jnp.where(chain.number < self.num_warmup, chain.step.log_step, chain.step.log_average)
+        adapting = (chain.number < self.num_warmup) | chain.step.searching
+        return jnp.where(adapting, chain.step.log_step, chain.step.log_average)
 
     def _stats(self, chain: Chain) -> Array:
         path = chain.path
@@ -254,18 +271,17 @@ class Machine(NamedTuple):
         if self.step_size is not None:
             return chain.step
         step = adapt_step(chain.step, chain.path.acceptance / chain.path.num_steps, chain.target)
-        return _where(chain.number < self.num_warmup, step, chain.step)
+        return _where((chain.number < self.num_warmup) | chain.step.searching, step, chain.step)
 
     def _must_wait(self, number: Array) -> Array:
         """Whether something is to be renewed before the trajectory of this number begins."""
-        return (number % self._noise_length == 0) | self._ends_trial(number) | self._ends_window(number)
+        return (_remainder(number, self._noise_length) == 0) | self._ends_trial(number) | self._ends_window(number)
 
     def _ends_trial(self, number: Array) -> Array:
-        return (number > 0) & (number <= self._trials_end) & (number % self._trial_length == 0)
+        return (number > 0) & (number <= self._trials_end) & (_remainder(number, self._trial_length) == 0)
 
     def _ends_window(self, number: Array) -> Array:
-        ends = [self._trials_end + end for end in window_ends(self.num_warmup - self._trials_end)]
-        ends = ends if self.adapt_metric else []
+        ends = self._window_ends
         return jnp.any(number == jnp.asarray(ends, number.dtype)) if ends else jnp.zeros(number.shape, bool)
 
     def _renew_all(self, chains: Chain) -> Chain:
@@ -273,68 +289,87 @@ class Machine(NamedTuple):
 
         def one(chains: Chain) -> Chain:
             index = jnp.argmax(chains.waiting)
-            renewed = self._renewed(jax.tree.map(lambda x: x[index], chains), chains if self.pool_chains else None)
-            window = chains.window  # only read
-            changed = jax.tree.map(
-                lambda all, new: all.at[index].set(new), chains._replace(window=()), renewed._replace(window=())
-            )
-            return changed._replace(window=window)
+            chain = _row(chains, index)
+            renewed = self._renewed(chain, chains if self.pool_chains else None)
+            return _with_row(chains, index, chain, renewed)
 
         return jax.lax.while_loop(lambda chains: jnp.any(chains.waiting), one, chains)
 
     def _renewed(self, chain: Chain, pool: Chain | None) -> Chain:
-        number = chain.number
-        adapted = self._chosen(chain)
-        adapted = jax.lax.cond(
-            self._ends_window(number), lambda chain: self._estimated(chain, pool), lambda chain: chain, adapted
-        )
-        later = adapted.number
+        before = chain.number
+        chain = self._chosen(chain)
+        if self._window_ends:
+            estimated = jax.lax.cond(
+                self._ends_window(before),
+                lambda: _named(self._estimated(chain, pool), ESTIMATED),
+                lambda: _named(chain, ESTIMATED),
+            )
+            chain = chain._replace(**estimated)
         noise = jax.lax.cond(
-            (later % self._noise_length == 0) | (later != number),
-            lambda: self._noise(chain.key, later),
+            (_remainder(chain.number, self._noise_length) == 0) | (chain.number != before),
+            lambda: self._noise(chain.key, chain.number),
             lambda: chain.noise,
         )
-        path = self._path(adapted.metric, adapted.path.point, noise, chain.key, later)
-        return adapted._replace(path=path, noise=noise, waiting=jnp.zeros_like(chain.waiting))
+        chain = chain._replace(noise=noise, waiting=jnp.zeros_like(chain.waiting))
+        return chain._replace(path=self._begun(chain, chain.number))
 
     def _chosen(self, chain: Chain) -> Chain:
         """After a trial, the next start, or the best of those that were tried; else the chain as it is."""
         if self.num_trials == 1:
             return chain
         ends, point = self._ends_trial(chain.number), chain.path.point
-        last = jnp.clip(chain.number // self._trial_length - 1, 0, self.num_trials - 1)
-        ended = Trials(point, chain.step.log_step)
-        trials = jax.tree.map(lambda all, new: all.at[last].set(jnp.where(ends, new, all[last])), chain.trials, ended)
+        last = jnp.clip(_quotient(chain.number, self._trial_length) - 1, 0, self.num_trials - 1)
+        ended = _where(ends, Trials(point, chain.step.log_step), _row(chain.trials, last))
+        trials = jax.tree.map(lambda all, new: _written(all, new, last), chain.trials, ended)
         log_density = trials.point.log_density
         hopeless = HOPELESS + HOPELESS_PER_COORDINATE * self.coordinates.size
         hopeful = log_density > jnp.max(log_density) - hopeless
         next = jnp.where(chain.number < self._trials_end, last + 1, jnp.argmax(hopeful))
-        start = jax.tree.map(lambda x: x[next], trials)
-        step = start_step(start.log_step) if self.step_size is None else chain.step
+        start = _row(trials, next)
+        step = chain.step
+        if self.step_size is None:
+            chosen, untried = start_step(start.log_step), start_search(start.log_step)
+            step = _where(chain.number < self._trials_end, untried, chosen)
         return chain._replace(
             path=chain.path._replace(point=_where(ends, start.point, point)),
             step=_where(ends, step, chain.step),
             trials=trials,
         )
 
-    def _path(self, metric: Metric, point: Point, noise: Noise, key: Array, number: Array) -> Trajectory:
-        """The trajectory of this number, begun at a point."""
-        momentum, forward = jax.tree.map(lambda x: x[number % self._noise_length], noise)
-        key = jax.random.fold_in(jax.random.fold_in(key, 0), number)
-        return begin(
-            metric, point.position, point.log_density, point.gradient, momentum, forward, key, self.max_tree_depth
-        )
-
     def _noise(self, key: Array, number: Array) -> Noise:
-        """Momenta and directions from this number on; those of a site depend on no other site, nor on where it lies."""
-        key = jax.random.fold_in(jax.random.fold_in(key, 1), number // self._noise_length)
-        forward = jax.random.bernoulli(jax.random.fold_in(key, 0), shape=(self._noise_length,))
+        """What trajectories from this number on begin with; a site's depends on no other, nor on where it lies."""
+        length, dtype = self._noise_length, jnp.result_type(float)
+        block = _quotient(number, length)
+        own, paths = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2, dtype=jnp.uint32))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(paths, block * length + jnp.arange(length))
+        uniform = self._uniform(jax.random.fold_in(own, block))
+        packed = self.coordinates.pack_rows(lambda name, shape: uniform[name].reshape(length, *shape))
+        momenta = jax.tree.map(lambda u: np.asarray(np.sqrt(2), dtype) * jax.lax.erf_inv(u), packed)
+        return Noise(momenta, uniform[VECTOR].reshape(length) < 0, keys)
 
-        def normal(name: str, shape: tuple[int, ...]) -> Array:
-            own = jax.random.fold_in(jax.random.fold_in(key, 1), jnp.uint32(name_digest(name)))
-            return jax.random.normal(own, (self._noise_length, *shape), jnp.result_type(float))
+    def _uniform(self, key: Array) -> dict[str, Array]:
+        """Numbers in (-1, 1) for each latent, a row for each trajectory, and one more by no site's name.
 
-        return Noise(self.coordinates.pack_rows(normal), forward)
+        Those of replicated latents of one size are drawn at once: it is one program to compile.
+        """
+        dtype = jnp.result_type(float)
+        least = float(np.nextafter(np.asarray(-1, dtype), np.asarray(0, dtype)))
+        alike: dict[Any, list[str]] = {1: [VECTOR]}
+        for name, shape, _ in self.coordinates.replicated:
+            alike.setdefault(math.prod(shape), []).append(name)
+        names = [name for group in alike.values() for name in group]
+        names += [name for name, *_ in self.coordinates.sharded]
+        digests = jnp.asarray([name_digest(name) for name in names], jnp.uint32)
+        keys = dict(zip(names, jax.vmap(jax.random.fold_in, (None, 0))(key, digests), strict=True))
+
+        def draw(key: Array, *shape: int) -> Array:
+            return jax.random.uniform(key, (self._noise_length, *shape), dtype, least, 1.0)
+
+        drawn = {name: draw(keys[name], *shape) for name, shape, *_ in self.coordinates.sharded}
+        for size, group in alike.items():
+            rows = jax.vmap(lambda key, size=size: draw(key, size))(jnp.stack([keys[name] for name in group]))
+            drawn |= dict(zip(group, rows, strict=True))
+        return drawn
 
     def _estimated(self, chain: Chain, pool: Chain | None) -> Chain:
         """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number.
@@ -395,6 +430,12 @@ class Machine(NamedTuple):
         return self.num_trials * self._trial_length if self.num_warmup else 0
 
     @property
+    def _window_ends(self) -> list[int]:
+        """Trajectories after which the metric is estimated anew."""
+        ends = window_ends(self.num_warmup - self._trials_end) if self.adapt_metric else []
+        return [self._trials_end + end for end in ends]
+
+    @property
     def _window_length(self) -> int:
         fits = max(MAX_WINDOW_SCALARS // max(self.coordinates.size, 1), MIN_WINDOW)
         return max(min(MAX_WINDOW, fits, self.num_warmup // 2), FIRST_WINDOW)
@@ -416,33 +457,36 @@ def _with_fixed(moving: Chain, chains: Chain) -> Chain:
 
 def _written(buffer: Array, new: Array, *index: Array) -> Array:
     """A buffer with an entry overwritten: by no scatter, with which XLA compiles no loop as one function on CPUs."""
-    starts = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * new.ndim)]
+    starts = [jnp.asarray(i, jnp.uint32) for i in (*index, *[0] * new.ndim)]
     return jax.lax.dynamic_update_slice(buffer, new.reshape(*[1] * len(index), *new.shape), starts)
+
+
+def _row(tree: Any, index: Array | int) -> Any:
+    """An entry of the leading axis, in a state that of a chain."""
+    place = jnp.asarray(index, jnp.uint32)  # without a sign, so that it is not taken for one from the end
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, 0, keepdims=False), tree)
+
+
+def _with_row(tree: Any, index: Array, old: Any, new: Any) -> Any:
+    """A tree whose entry was ``old`` and becomes ``new``: what is the same object is not written."""
+    return jax.tree.map(lambda all, old, new: all if new is old else _written(all, new, index), tree, old, new)
+
+
+def _named(tuple_: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(tuple_, name) for name in names}
+
+
+def _quotient(number: Array, divisor: int) -> Array:
+    """Of a number that is not negative, which takes one operation."""
+    return jax.lax.div(number, jnp.asarray(divisor, number.dtype))
+
+
+def _remainder(number: Array, divisor: int) -> Array:
+    return jax.lax.rem(number, jnp.asarray(divisor, number.dtype))
 
 
 def _repeated(tree: Tree, length: int) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), tree)
-
-
-def _reasonable_step(density: Density, metric: Metric, path: Trajectory, target: float) -> Array:
-    """The log of a step size of which one step is accepted about as often as the target, by doubling and halving."""
-
-    def acceptance(log_step: Array) -> Array:
-        return advance_fixed(density, metric, jnp.exp(log_step), path, jnp.ones(()), jnp.inf).acceptance
-
-    start = jnp.zeros_like(path.energy)
-    up = acceptance(start) > target
-
-    def going(state: tuple) -> Array:
-        log_step, above, number = state
-        return (above == up) & (number < 40)
-
-    def step(state: tuple) -> tuple:
-        log_step, _, number = state
-        log_step = log_step + jnp.where(up, jnp.log(2.0), -jnp.log(2.0))
-        return log_step, acceptance(log_step) > target, number + 1
-
-    return jax.lax.while_loop(going, step, (start, up, 0))[0]
 
 
 def _where(flags: Array, new: Any, old: Any) -> Any:

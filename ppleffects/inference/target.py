@@ -82,13 +82,18 @@ class Target:
 
     def init(self, key: Any, radius: float = 2.0) -> Unconstrained:
         """Draws a position, each coordinate uniform in ``(-radius, radius)``; a name's draw depends on no other."""
-        key = as_key(key)
-
-        def start(name, aval):
-            own = jax.random.fold_in(key, jnp.uint32(name_digest(name)))
-            return jax.random.uniform(own, aval.shape, aval.dtype, -radius, radius)
-
-        return {name: start(name, aval) for name, aval in self.position_type.items()}
+        key, types = as_key(key), self.position_type
+        digests = jnp.asarray([name_digest(name) for name in types], jnp.uint32)
+        keys = dict(zip(types, jax.vmap(jax.random.fold_in, (None, 0))(key, digests), strict=True)) if types else {}
+        alike: dict[Any, list[str]] = {}
+        for name, aval in types.items():
+            alike.setdefault((aval.size, aval.dtype), []).append(name)
+        position = {}
+        for (size, dtype), names in alike.items():  # at once, which is one program to compile
+            draw = functools.partial(jax.random.uniform, shape=(size,), dtype=dtype, minval=-radius, maxval=radius)
+            drawn = jax.vmap(draw)(jnp.stack([keys[name] for name in names]))
+            position |= {name: row.reshape(types[name].shape) for name, row in zip(names, drawn, strict=True)}
+        return {name: position[name] for name in types}
 
     @functools.cached_property
     def position_type(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -128,6 +128,14 @@ def begin(
     )  # fmt: skip
 
 
+def begin_again(metric: Metric, path: Trajectory, momentum: Tree, forward: Array, key: Array) -> Trajectory:
+    """The next trajectory from the choice of one that has ended; what is counted is the caller's to reset."""
+    energy = 0.5 * dot(momentum, momentum) - path.point.log_density
+    end = End(path.point.position, Pull(momentum, components(metric, momentum)), force(metric, path.point.gradient))
+    point = path.point._replace(energy=energy)
+    return path._replace(near=end, far=end, forward=forward, point=point, total=momentum, energy=energy, key=key)
+
+
 def advance(
     density: Density, metric: Metric, step_size: Array, path: Trajectory, max_depth: Array | int,
     max_delta_energy: float,
@@ -281,7 +289,7 @@ def _overwritten_chains(
 
     def write(chain: Any, kept: Checkpoints) -> Checkpoints:
         def written(all: Array, one: Array) -> Array:
-            start = [jnp.asarray(i, jnp.int32) for i in (chain, place[chain], *[0] * (one.ndim - 1))]
+            start = [jnp.asarray(i, jnp.uint32) for i in (chain, place[chain], *[0] * (one.ndim - 1))]
             return jax.lax.dynamic_update_slice(all, one[chain][None, None], start)
 
         return jax.tree.map(written, kept, new)
