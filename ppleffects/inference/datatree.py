@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppleffects.errors import SettingsError
+from ppleffects.inference.processes import fetch
 from ppleffects.language.arguments import as_mapping
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def check_coords(sites: Mapping[str, Any], coords: Mapping[str, Any] | None) -> 
 
 def constant_data(arguments: Mapping[str, Any], observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those arguments that are arrays, save the ones that are observed values."""
-    arrays = {name: np.asarray(value) for name, value in arguments.items() if _is_data(value)}
+    arrays = {name: np.asarray(fetch(value)) for name, value in arguments.items() if _is_data(value)}
     return {
         name: array
         for name, array in arrays.items()

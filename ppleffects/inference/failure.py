@@ -10,6 +10,7 @@ import numpy as np
 
 from ppleffects.errors import NoValidStartError
 from ppleffects.inference.layout import Layout
+from ppleffects.inference.processes import fetch
 from ppleffects.inference.start_rules import values_at
 from ppleffects.inference.starts import Start
 from ppleffects.inference.table import aligned
@@ -30,11 +31,11 @@ def check_starts(
     Raises:
         NoValidStartError: with a row for each site: value, log-probability, finite or not, and the line.
     """
-    found = np.asarray(start.found)[: layout.num_chains]
+    found = fetch(start.found)[: layout.num_chains]
     if found.all():
         return
     chain = int(np.argmin(found))
-    failed = jax.tree.map(lambda leaf: np.asarray(leaf)[chain], start)
+    failed = jax.tree.map(lambda leaf: leaf[chain], fetch(start))
     own = {name: np.asarray(value)[chain] for name, value in (given or {}).items()}
     table = site_table(target, failed, own)
     chains = f"chains without: {[int(chain) for chain in np.flatnonzero(~found)]}"
@@ -67,8 +68,8 @@ def site_table(target: Any, start: Start, given: Mapping[str, np.ndarray]) -> st
     Where a value lies outside of its support, there is no position, and so no gradient.
     """
     free = {name: u for name, u in start.position.items() if name not in given}
-    values, log_probs = jax.jit(values_at)(target, free, given)
-    values = {**target.observed(), **values}
+    values, log_probs = fetch(jax.jit(values_at)(target, free, given))
+    values = {**fetch(target.observed()), **values}
     outside = any(start.outside.values())
     rows = [("site", "kind", "value", "log-prob", "gradient", "finite", "line")]
     for name, site in target.sites.items():
@@ -107,5 +108,6 @@ def _summary(value: Any) -> str:
 
 
 def _has_nan(value: Any) -> bool:
-    leaves = (np.asarray(leaf) for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype") or isinstance(leaf, float))
+    numbers = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype") or isinstance(leaf, float)]
+    leaves = [np.asarray(leaf) for leaf in fetch(numbers)]
     return any(np.issubdtype(leaf.dtype, np.inexact) and np.isnan(leaf).any() for leaf in leaves)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppleffects.effects.structure import described
+from ppleffects.inference.checksum import checksum
 from ppleffects.inference.layout import Layout
 from ppleffects.inference.options import Options
-from ppleffects.inference.processes import allgather
 from ppleffects.inference.rows import registered
 
 # Versions with which the same program may be compiled to other instructions.
 PACKAGES = ("ppleffects", "jax", "jaxlib", "numpyro")
-# Entries of data that are looked at at once: few enough for a processor's cache.
-BLOCK = 2**16
 
 
 @dataclass(frozen=True)
@@ -121,63 +118,13 @@ def _data(target: Any, arguments: dict[str, Any]) -> Iterator[tuple[str, list[An
         rows = registered(leaf)
         if rows is not None and rows.bookkeeping:
             continue
-        if rows is not None and leaf.is_fully_addressable:  # padded otherwise on another number of devices
-            leaf = rows.order.restore(np.asarray(leaf), 0)
-        yield name, [list(np.shape(leaf)), jnp.result_type(leaf).name, checksum(leaf)]
+        shape, numbers = list(np.shape(leaf)), None
+        if rows is not None:  # padded otherwise on another number of devices
+            shape[0], numbers = rows.order.num_rows, rows.order.numbers
+        yield name, [shape, jnp.result_type(leaf).name, checksum(leaf, numbers)]
     for name, value in arguments.items():
         if isinstance(value, bool | int | str | None):
             yield name, [[], type(value).__name__, str(value)]
-
-
-def checksum(array: Any) -> str:
-    """A number for the bits of an array that does not depend on how it lies on devices; no array is gathered."""
-    if not isinstance(array, jax.Array) or array.is_fully_replicated:
-        array = np.asarray(array)
-        return f"{_sum_of_bits(array, [0] * array.ndim, array.shape) % 2**64:016x}"
-    own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    starts = [[part.start or 0 for part in shard.index] for shard in own]
-    total = sum(_sum_of_bits(np.asarray(x.data), start, array.shape) for x, start in zip(own, starts, strict=True))
-    if not array.is_fully_addressable:
-        words = np.asarray([(total >> shift) & 0xFFFF for shift in (48, 32, 16, 0)], np.int32)
-        total = sum(int(word) << (48 - 16 * i) for row in allgather(words) for i, word in enumerate(row))
-    return f"{total % 2**64:016x}"
-
-
-def _sum_of_bits(part: np.ndarray, start: list[int], shape: tuple[int, ...]) -> int:
-    """The sum, modulo 2^64, of a hash of each entry's bits and of its position in the whole array.
-
-    Args:
-        part: a part of the array.
-        start: where it begins in the whole, along each axis.
-        shape: that of the whole.
-    """
-    if part.dtype.kind == "c":
-        return _sum_of_bits(np.real(part), start, shape) + 3 * _sum_of_bits(np.imag(part), start, shape)
-    if not part.ndim:
-        part, start, shape = part[None], [0], (1,)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(part.ndim)]
-    columns = np.zeros((1, *part.shape[1:]), np.uint64)
-    for axis in range(1, part.ndim):
-        numbers = (np.arange(part.shape[axis], dtype=np.uint64) + np.uint64(start[axis])) * np.uint64(strides[axis])
-        columns = columns + numbers.reshape(-1, *[1] * (part.ndim - axis - 1))
-    total, rows = 0, max(BLOCK // max(columns.size, 1), 1)
-    for begin in range(0, len(part), rows):
-        block = np.ascontiguousarray(part[begin : begin + rows])
-        bits = block.view(f"u{part.dtype.itemsize}").astype(np.uint64)
-        numbers = np.arange(begin, begin + len(block), dtype=np.uint64) + np.uint64(start[0])
-        position = (numbers * np.uint64(strides[0])).reshape(-1, *[1] * (part.ndim - 1)) + columns
-        bits += position * np.uint64(0x9E3779B97F4A7C15)
-        total += int(_mixed(bits).sum(dtype=np.uint64))
-    return total % 2**64
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which each bit depends on all (Steele, Lea and Flood 2014, SplitMix); in place."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    x ^= x >> np.uint64(31)
-    return x
 
 
 def _digest_of_tree(tree: Any) -> Any:

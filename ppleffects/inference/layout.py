@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ppleffects.errors import MeshError
 from ppleffects.inference.default_layout import default_mesh, row_sharding
+from ppleffects.inference.processes import put
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Layout:
         """Arrays with a leading chain axis, on their devices."""
         if self.mesh is None:
             return tree
-        return jax.device_put(tree, NamedSharding(self.mesh, self.spec()))
+        sharding = NamedSharding(self.mesh, self.spec())
+        return jax.tree.map(lambda leaf: put(leaf, sharding), tree)
 
     def place_data(self, tree: Any) -> Any:
         """Arrays that all chains read, on every device that runs chains; what is on the mesh already stays as it is."""
@@ -101,10 +103,10 @@ class Layout:
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
                 spec = PartitionSpec(*(_without(part, self.chain_axis) for part in sharding.spec))
-                return leaf if spec == sharding.spec else jax.device_put(leaf, NamedSharding(mesh, spec))
+                return leaf if spec == sharding.spec else put(leaf, NamedSharding(mesh, spec))
             if sharding is not None and len(sharding.device_set) > 1 and sharding.device_set == set(mesh.devices.flat):
                 return leaf
-            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+            return put(leaf, NamedSharding(mesh, PartitionSpec()))
 
         return _map_once(move, tree)
 
@@ -156,7 +158,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         raise
     _check_mesh(mesh, target.mesh, None)
     if num_rows is not None:
-        target = _map_once(lambda leaf: jax.device_put(leaf, row_sharding(leaf, num_rows, mesh)), target)
+        target = _map_once(lambda leaf: put(leaf, row_sharding(leaf, num_rows, mesh)), target)
     return target, layout
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+# Arrays that are brought to every process are gathered together up to so many bytes, since each lies whole on a device.
+MAX_BYTES = 2**26
 
 
 def is_first() -> bool:
@@ -39,14 +46,71 @@ def wait(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
+def by_first[T](act: Callable[[], T]) -> T | None:
+    """What the first process's call returns, there; the others wait for its end.
+
+    Raises:
+        RuntimeError: in the others, where it fails in the first, which raises what the call does.
+    """
+    if jax.process_count() == 1:
+        return act()
+    result, error = None, None
+    if is_first():
+        try:
+            result = act()
+        except Exception as raised:  # told to the others first
+            error = raised
+    failed = allgather(np.asarray(error is not None)).any()
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("the first process has failed, and its message says how")
+    return result
+
+
 def fetch(tree: Any) -> Any:
     """Arrays on the host, whole in each process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    return jax.tree.map(_whole, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    far = [i for i, leaf in enumerate(leaves) if not _is_whole(leaf)]
+    for i in [i for i in far if not isinstance(leaves[i].sharding, NamedSharding)]:
+        leaves[i] = multihost_utils.process_allgather(leaves[i], tiled=True)
+        far.remove(i)
+    while far:
+        sizes = np.cumsum([leaves[i].nbytes for i in far])
+        count = max(int(np.searchsorted(sizes, MAX_BYTES, side="right")), 1)
+        group, far = far[:count], far[count:]
+        meshes = tuple(leaves[i].sharding.mesh for i in group)
+        for i, leaf in zip(group, _gather(meshes)([leaves[i] for i in group]), strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten([np.asarray(leaf) for leaf in leaves])
 
 
-def _whole(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-        return np.asarray(leaf)
-    return multihost_utils.process_allgather(leaf, tiled=True)
+def _is_whole(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+
+
+@functools.lru_cache
+def _gather(meshes: tuple[Mesh, ...]) -> Callable:
+    """A program that makes arrays whole on each device of their meshes."""
+    return jax.jit(lambda leaves: leaves, out_shardings=[NamedSharding(mesh, PartitionSpec()) for mesh in meshes])
+
+
+def put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """An array on devices, perhaps of other processes too; every process gives the same one.
+
+    Where this process has the whole of it, no more of it is moved than its own devices hold.
+    """
+    if sharding.is_fully_addressable or not _is_here(leaf):
+        return jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    dtype = jnp.result_type(leaf)
+    array = np.asarray(leaf, dtype)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether this process has the whole of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable

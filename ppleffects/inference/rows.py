@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from ppleffects.effects import _jax
 from ppleffects.errors import MeshError
+from ppleffects.inference.processes import fetch
 from ppleffects.interpretations import Site
 from ppleffects.interpretations.dependence import parents
 from ppleffects.interpretations.program import Model
@@ -51,6 +52,13 @@ class RowOrder:
         sources = np.zeros(self.num_padded, np.int64)
         sources[self.positions] = np.arange(self.num_rows)
         return sources[before]
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """For each padded row the number of the caller's row that it is, and -1 for padding. ``(num_padded,)``."""
+        numbers = np.full(self.num_padded, -1)
+        numbers[self.positions] = np.arange(self.num_rows)
+        return numbers
 
     def mask(self) -> np.ndarray:
         """False for the rows that pad, of length ``num_padded``."""
@@ -176,7 +184,7 @@ def restore_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if entry is not None and entry.bookkeeping:
             del restored[name]
         elif entry is not None:
-            restored[name] = entry.order.restore(np.asarray(value), 0)
+            restored[name] = entry.order.restore(np.asarray(fetch(value)), 0)
     return restored
 
 
