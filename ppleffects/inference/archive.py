@@ -159,9 +159,11 @@ def _chunks(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
 
 
 def open_arrays(path: Path, group: str, num_rows: int) -> dict[str, zarr.Array]:
-    """The arrays of draws of a group, made as long as ``num_rows``."""
+    """The arrays of draws of a group, made as long as ``num_rows``; none where the group is not there."""
     import zarr  # imported when used, so that `import ppleffects` stays light
 
+    if not (path / group).is_dir():
+        return {}
     arrays = {}
     for name, array in zarr.open_group(path, path=group, mode="r+", use_consolidated=False).arrays():
         dims = getattr(array.metadata, "dimension_names", None) or ()

@@ -114,8 +114,8 @@ def mcmc(
             layout.context(),
             opened(checkpoint, target, sites, layout, typed_key, kernel, options, arguments) as store,
         ):
-            sampling = Run(kernel, own, layout, target, axes, progress=progress, checkpoint=store, about=about)
-            sampling.start(typed_key, arguments)
+            shown = progress and is_first()
+            sampling = Run(kernel, own, layout, target, axes, progress=shown, checkpoint=store, about=about)
             observed = {name: np.asarray(fetch(value)) for name, value in sampling.target.observed().items()}
             observed = restore(observed, axes)
             data = {"observed_data": observed, "constant_data": constant_data(restore_arguments(arguments), observed)}
@@ -123,9 +123,11 @@ def mcmc(
             def tree(groups: Mapping[str, Any], attrs: dict[str, Any]) -> xarray.DataTree:
                 return to_datatree({**groups, **data}, sites, coords=coords, attrs=attrs)
 
-            sampling.advance(lambda groups: tree(groups, sampling.attrs()))
+            with sampling.bar:
+                sampling.start(typed_key, arguments)
+                sampling.advance(lambda groups: tree(groups, sampling.attrs()))
             report = sampling.report()
-            _tell(report, str(sampling.layout), complete=sampling.complete, progress=progress and is_first())
+            _tell(report, str(sampling.layout), complete=sampling.complete, progress=shown)
             return sampling.result(tree, report.attrs())
 
     return run

@@ -30,6 +30,7 @@ from ppleffects.inference.record import GROUPS, Record
 from ppleffects.inference.report import Report, diagnose
 from ppleffects.inference.rows import RowAxis
 from ppleffects.inference.starts import PRIOR, UNIFORM, given_starts
+from ppleffects.inference.store import Phase
 from ppleffects.inference.stream import advance_chains, begin_chains
 
 # Without chunk_size=, calls are sized to take about this long: often enough for a progress bar and for Ctrl-C.
@@ -52,6 +53,9 @@ class Run:
         progress: whether to show how far it is.
         checkpoint: where it is kept; None for memory alone.
         about: further attributes of its result.
+
+    Attributes:
+        bar: shows how far it is, where it is entered.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class Run:
     ):  # fmt: skip
         self._kernel, self._options, self._layout = kernel, options, layout
         self.target = layout.place_data(target)
-        self._progress, self._checkpoint, self._about = progress, checkpoint, about
+        self.bar = Progress(options.num_warmup, options.num_samples, options.num_chains, enabled=progress)
+        self._checkpoint, self._about = checkpoint, about
         self._plan: Plan = options.plan(target)
         self._state: Any = None
         self._machine: Machine | None = kernel.machine(target, int(options.num_warmup), drawn=options.init in DRAWN)
@@ -185,22 +190,18 @@ class Run:
         """
         if self.complete:
             return
-        options = self._options
-        with Progress(options.num_warmup, options.num_samples, options.num_chains, enabled=self._progress) as bar:
-            try:
-                began = time.perf_counter()
-                blank = self._call(0, record=False)  # compiles
-                self.seconds["compiling"] += time.perf_counter() - began
-                self._record.open(*self._parts(blank), make_tree)
-                with Interrupt() as interrupt:
-                    advance = self._in_step if self._machine is None else self._at_own_pace
-                    advance(bar, interrupt)
-                interrupted = not self.complete
-                self._commit()
-            except KeyboardInterrupt:
-                interrupted = True
-                self._load()  # draws that are not written yet may lack a part
-        if interrupted and self.sampling.sample_stats.length == 0 and self.warmup.sample_stats.length == 0:
+        try:
+            began = time.perf_counter()
+            blank = self._call(0, record=False)  # compiles
+            self.seconds["compiling"] += time.perf_counter() - began
+            self._record.open(*self._parts(blank), make_tree)
+            with Interrupt() as interrupt:
+                advance = self._in_step if self._machine is None else self._at_own_pace
+                advance(interrupt)
+            self._commit()
+        except KeyboardInterrupt:
+            self._load()  # draws that are not written yet may lack a part
+        if not (self.complete or self.sampling.sample_stats.length or self.warmup.sample_stats.length):
             raise KeyboardInterrupt
 
     @property
@@ -263,7 +264,7 @@ class Run:
         """Transitions of the sampling phase up to the last draw that thinning keeps."""
         return self._options.num_samples // self._options.thinning * self._options.thinning
 
-    def _at_own_pace(self, bar: Progress, interrupt: Interrupt) -> None:
+    def _at_own_pace(self, interrupt: Interrupt) -> None:
         """Warm up and sample, each chain at its own pace."""
         options = self._options
         while not self.complete:
@@ -277,11 +278,10 @@ class Run:
             )
             self._budget.adapt(int(chunk.iterations.max()), seconds)
             name, phase = ("sampling", self.sampling) if self.sampling.num_steps else ("warm-up", self.warmup)
-            bar.update(name, phase.num_steps, num_diverging=int(phase.num_diverging.sum()), step_size=phase.step_size)
-            if self._between_calls(self._budget, interrupt):
+            if self._between_calls(name, phase, self._budget, interrupt):
                 return
 
-    def _in_step(self, bar: Progress, interrupt: Interrupt) -> None:
+    def _in_step(self, interrupt: Interrupt) -> None:
         """Warm up and sample, all chains making a transition together."""
         for name, phase in (("warm-up", self.warmup), ("sampling", self.sampling)):
             record = phase is self.sampling or "warmup" in self._options.groups
@@ -294,14 +294,18 @@ class Run:
                 seconds = time.perf_counter() - called
                 self.seconds[name] += seconds
                 self._calls.adapt(seconds)
-                bar.update(
-                    name, phase.num_steps, num_diverging=int(phase.num_diverging.sum()), step_size=phase.step_size
-                )
-                if self._between_calls(self._calls, interrupt):
+                if self._between_calls(name, phase, self._calls, interrupt):
                     return
 
-    def _between_calls(self, next_call: _CallSize | _Budget, interrupt: Interrupt) -> bool:
-        """Write what is due, let all processes agree on the next call, and say whether there is to be none."""
+    def _between_calls(self, name: str, phase: Phase, next_call: _CallSize | _Budget, interrupt: Interrupt) -> bool:
+        """Show how far it is, write what is due, agree with all processes on the next call, and whether to stop."""
+        self.bar.update(
+            name,
+            phase.num_steps,
+            counts=phase.steps_of_chains,
+            num_diverging=int(phase.num_diverging.sum()),
+            step_size=phase.step_size,
+        )
         next_call.size, is_due, stop = processes.decided(next_call.size, self._record.is_due, interrupt.requested)
         if is_due and not stop:
             self._commit()

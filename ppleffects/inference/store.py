@@ -91,6 +91,11 @@ class Phase:
             setattr(self, name, np.asarray(values, getattr(self, name).dtype))
 
     @property
+    def steps_of_chains(self) -> np.ndarray:
+        """Transitions that each chain has made."""
+        return self._num_steps
+
+    @property
     def step_size(self) -> float:
         """The mean over chains of the latest step size; NaN before the first transition."""
         return float(np.mean(self._step_sizes))
