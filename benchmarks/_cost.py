@@ -45,3 +45,22 @@ def cost(compiled: jax.stages.Compiled) -> Cost:
 def collectives(hlo: str) -> dict[str, int]:
     """The number of collective operations in the text of a compiled program, by kind."""
     return dict(Counter(_CALL.findall(hlo)))
+
+
+def _computations(hlo: str) -> dict[str, str]:
+    """The text of each computation of a program, by name."""
+    found: dict[str, str] = {}
+    for text in hlo.split("\n\n"):
+        head = text.lstrip().partition("\n")[0]
+        if head.endswith("{"):
+            found[head.removeprefix("ENTRY ").split()[0]] = text
+    return found
+
+
+def leapfrog_collectives(hlo: str) -> dict[str, int]:
+    """The collectives of the innermost loop that holds the gradient of the density."""
+    bodies = {name: text for name, text in _computations(hlo).items() if re.search(rf"body={re.escape(name)}\b", hlo)}
+    gradients = {name: text for name, text in bodies.items() if "transpose(jvp" in text}
+    innermost = [text for text in gradients.values() if not any(f"body={name}," in text for name in gradients)]
+    (loop,) = innermost
+    return collectives(loop)

@@ -1,20 +1,19 @@
 """A model whose latents lie on the shards: what one program for all of its leapfrog steps holds and sends.
 
-Run by ``leapfrog.py`` with the number of latents, on all devices; prints a line of JSON. Nothing is sampled: the chain
-begins, and the program that would advance it is compiled.
+Run by ``leapfrog.py`` with the number of latents and the metric, on all devices; prints a line of JSON. Nothing is
+sampled: the chain begins, and the program that would advance it is compiled.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from _cost import collectives
+from _cost import collectives, leapfrog_collectives
 from _leapfrog_record import Recorder
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -50,32 +49,13 @@ def model(y: jax.Array) -> None:
     jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=None)(mean, y)
 
 
-def computations(hlo: str) -> dict[str, str]:
-    """The text of each computation of a program, by name."""
-    found: dict[str, str] = {}
-    for text in hlo.split("\n\n"):
-        head = text.lstrip().partition("\n")[0]
-        if head.endswith("{"):
-            found[head.removeprefix("ENTRY ").split()[0]] = text
-    return found
-
-
-def leapfrog_collectives(hlo: str) -> dict[str, int]:
-    """The collectives of the innermost loop that holds the gradient of the density."""
-    bodies = {name: text for name, text in computations(hlo).items() if re.search(rf"body={re.escape(name)}\b", hlo)}
-    gradients = {name: text for name, text in bodies.items() if "transpose(jvp" in text}
-    innermost = [text for text in gradients.values() if not any(f"body={name}," in text for name in gradients)]
-    (loop,) = innermost
-    return collectives(loop)
-
-
-def halted(y: jax.Array) -> tuple[tuple, dict[str, Any]]:
+def halted(y: jax.Array, metric: str) -> tuple[tuple, dict[str, Any]]:
     """Arguments of the first call of ``advance_chains``."""
     program = driver.advance_chains
     halt = Halt(program, 0)
     driver.advance_chains = halt  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        ppl.mcmc(model, ppl.NUTS(), num_chains=1, progress=False)(0, y)
+        ppl.mcmc(model, ppl.NUTS(metric=metric), num_chains=1, progress=False)(0, y)
     except Stop:
         assert halt.arguments is not None
         return halt.arguments
@@ -86,9 +66,9 @@ def halted(y: jax.Array) -> tuple[tuple, dict[str, Any]]:
 
 def main() -> None:
     """Compile, read, print."""
-    size = int(sys.argv[1])
+    size, metric = int(sys.argv[1]), sys.argv[2]
     y = jax.device_put(jnp.ones(size), NamedSharding(mesh, P("data")))
-    args, static = halted(y)
+    args, static = halted(y, metric)
     with jax.set_mesh(mesh):
         compiled = driver.advance_chains.lower(*args, **static).compile()
     memory: Any = compiled.memory_analysis()
@@ -101,6 +81,7 @@ def main() -> None:
     result = {
         "devices": mesh.size,
         "latents": size,
+        "metric": metric,
         "bytes_per_device": total - memory.alias_size_in_bytes,
         "bytes_of_state_per_device": memory.argument_size_in_bytes,
         "collectives": collectives(hlo),

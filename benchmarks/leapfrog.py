@@ -13,7 +13,8 @@ machine hits all alike; beside it stands the bar that it should not exceed. Lett
 - D: iterations that eight chains of centred eight schools make, over the leapfrogs of the slowest chain alone; and what
   it would be if all waited for the longest tree in each transition.
 - E: 2^20 latents on 8 devices, compiled and not run: bytes per device over an eighth of those of one device, and
-  all-reduces per leapfrog, of which one would do for the density, one for the energy and one for all U-turns.
+  all-reduces per leapfrog, of which one would do for the density, one for the energy and one for all U-turns; with a
+  metric of low rank one more, for projections.
 - F: processor time of a short run with 16 chains, nearly all of it compilation, over that with one; compilations in a
   run; compilations in a run on new data.
 
@@ -187,14 +188,20 @@ def waiting(_: int) -> list[Figure]:
 
 def sharded_latents(_: int) -> list[Figure]:
     """E: latents that live on the shards."""
-    many, one = (_subprocess("_leapfrog_shards.py", devices, 2**20) for devices in (8, 1))
+    return [found for metric, sums in (("auto", 3), ("low_rank", 4)) for found in _sharded(metric, sums)]
+
+
+def _sharded(metric: str, most_sums: int) -> list[Figure]:
+    many, one = (_subprocess("_leapfrog_shards.py", devices, 2**20, metric) for devices in (8, 1))
     ratio = 8 * many["bytes_per_device"] / one["bytes_per_device"]
     gathers = sum(count for kind, count in many["collectives"].items() if kind != "all-reduce")
+    sums = many["collectives_per_leapfrog"].get("all-reduce", 0)
+    name = f', metric="{metric}"'
     return [
-        figure("E bytes per device x 8 / bytes of one device, 2^20 latents", ratio, 1.3, programs=[many, one]),
-        figure("E collectives that are no all-reduce", gathers, 0),
-        figure("E all-reduces per leapfrog", many["collectives_per_leapfrog"].get("all-reduce", 0), 3),
-        figure("E compilations beyond one", 0 if many["compiled_once"] else 1, 0),
+        figure(f"E bytes per device x 8 / bytes of one device, 2^20 latents{name}", ratio, 1.3, programs=[many, one]),
+        figure(f"E collectives that are no all-reduce{name}", gathers, 0),
+        figure(f"E all-reduces per leapfrog{name}", sums, most_sums),
+        figure(f"E compilations beyond one{name}", 0 if many["compiled_once"] else 1, 0),
     ]
 
 
@@ -244,9 +251,9 @@ def _floats(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(value).tolist() for name, value in tree.items()}
 
 
-def _subprocess(script: str, devices: int, argument: int) -> dict[str, Any]:
+def _subprocess(script: str, devices: int, *arguments: Any) -> dict[str, Any]:
     """The last line that a script beside this one prints, as JSON, where the machine counts as so many devices."""
-    command = [sys.executable, str(HERE / script), str(argument)]
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return json.loads(out.strip().splitlines()[-1])

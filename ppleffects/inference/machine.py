@@ -114,7 +114,7 @@ class Machine(NamedTuple):
         point, log_step = _row(trials, 0)
         first = self._first_metric(point.position) if metric is None else metric
 
-        nothing = jax.tree.map(jnp.zeros_like, point.position)
+        nothing = self.coordinates.laid_out(jax.tree.map(jnp.zeros_like, point.position))
         zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
         path = begin(first, point.position, point.log_density, point.gradient, nothing, no, key, self.max_tree_depth)
         blank = self.coordinates.laid_out(path.checkpoints.momenta, leading=1)

@@ -11,16 +11,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
-from benchmarks._cost import collectives
+from benchmarks._cost import collectives, leapfrog_collectives
 from ppleffects.inference.adaptation import estimate, window_ends
 from ppleffects.inference.chain import STATS, Window
+from ppleffects.inference.chunks import Plan
 from ppleffects.inference.coordinates import VECTOR, coordinates_of
 from ppleffects.inference.layout import trace
 from ppleffects.inference.machine import Machine
 from ppleffects.inference.metric import Metric, Pull, Shape, components, dot, force, identity, velocity
-from ppleffects.inference.options import Options
-from ppleffects.inference.run import Run
-from ppleffects.inference.stream import _buffers
+from ppleffects.inference.stream import _buffers, advance_chains, begin_chains
 from ppleffects.inference.trajectory import _turning_inside, begin
 
 pytestmark = pytest.mark.filterwarnings("ignore:mcmc.*:ppleffects.errors.DiagnosticsWarning")
@@ -266,19 +265,34 @@ def test_latents_on_the_shards_are_drawn_as_those_of_the_whole_model(axis_type):
         np.testing.assert_allclose(found["warmup_posterior"][name], expected["warmup_posterior"][name], atol=1e-8)
 
 
+def placed(kernel, model, y, mesh):
+    """The machine of a kernel and a model's target on a mesh."""
+    target, layout = trace(lambda: ppl.target(model)(y), mesh, "chains", 2)
+    with layout.context():
+        return kernel.machine(target, 100, drawn=True), layout.place_data(target), layout
+
+
 @pytest.mark.skipif(NUM_DEVICES < 4, reason="the mesh has four devices: set PPLEFFECTS_TEST_DEVICES=4")
 @pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="jit(grad(shard_map(f))) of plain JAX fails under it")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_latents_on_the_shards_are_never_gathered(axis_type):
+@pytest.mark.parametrize(("metric", "most"), [("auto", 3), ("low_rank", 4)])
+def test_latents_on_the_shards_are_never_gathered(axis_type, metric, most):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
     y = jax.device_put(jnp.ones(64), jax.NamedSharding(mesh, P("data")))
-    kernel = ppl.NUTS()
-    options = Options(100, 100, 2, 1, None, (), None, None, None).checked(kernel, mesh)
-    target, layout = trace(lambda: ppl.target(local(mesh))(y), mesh, "chains", 2)
+    machine, target, layout = placed(ppl.NUTS(metric=metric), local(mesh), y, mesh)
+    plan, chains = Plan(100, 1, (), ()), layout.place_chains(layout.chains)
+    key, number = layout.place_data(jax.random.key(0)), jnp.asarray(10, jnp.int32)
     with layout.context():
-        sampling = Run(kernel, options, layout, layout.place_data(target), False)
-        sampling.start(jax.random.key(0), {"y": y})
-        program, args, static = sampling._program(10, record=False)
-        found = collectives(program.lower(*args, **static).compile().as_text())
-    assert set(found) == {"all-reduce"}
-    assert sampling._state.path.near.position["z"].sharding.spec[1] == "data"
+        begun, _ = begin_chains(target, key, chains, {}, machine=machine, layout=layout, max_tries=1)
+        lowered = advance_chains.lower(
+            target, begun, number, number, number > 0, machine=machine, layout=layout, plan=plan
+        )
+    compiled = lowered.compile()
+    hlo = compiled.as_text()
+    assert set(collectives(hlo)) == {"all-reduce"}
+    # One for the density, one for the energy, one for all U-turns, and one for projections on directions.
+    assert 1 <= leapfrog_collectives(hlo)["all-reduce"] <= most
+    assert begun.path.near.position["z"].sharding.spec[1] == "data"
+    # What the first program leaves lies as the second takes and leaves it, which is then compiled once.
+    for before, after in zip(jax.tree.leaves(begun), jax.tree.leaves(compiled.output_shardings[0]), strict=True):
+        assert before.sharding.is_equivalent_to(after, before.ndim)
