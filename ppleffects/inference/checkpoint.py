@@ -17,7 +17,7 @@ import numpy as np
 from ppleffects.errors import CheckpointError
 from ppleffects.inference import archive, state_file
 from ppleffects.inference.identity import Identity, identity_of
-from ppleffects.inference.processes import is_first, wait
+from ppleffects.inference.processes import as_first, is_first, together, wait
 from ppleffects.inference.store import Phase
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ FORMAT = 1
 ATTRIBUTE, FOLDER = "ppleffects_checkpoint", "sampler"
 # Draws are written when so many seconds have passed, and at most so small a share of the time.
 MIN_SECONDS, MAX_SHARE = 1.0, 0.02
+# A network file system may show what another machine has written so many seconds later.
+SECONDS_TO_APPEAR = 60.0
 
 
 class Saved(NamedTuple):
@@ -83,14 +85,20 @@ class Checkpoint:
         Raises:
             CheckpointError: it holds another run or something else, is damaged, or another process writes to it.
         """
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if as_first(not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))):
             return None
-        saved = _read_saved(self.path)
-        self._check(saved, num_samples)
+
+        def checked() -> Saved:
+            saved = _read_saved(self.path)
+            self._check(saved, num_samples)
+            return saved
+
+        saved = together(checked)
         if saved.num_steps < num_samples:
-            self._hold()
-            saved = _read_saved(self.path)  # no other process has written since
-        self._commit = saved.commit
+            together(self._hold)
+            saved = together(lambda: _read_saved(self.path))  # no other run has written since
+        self._commit = as_first(saved.commit)
+        together(lambda: self._check_commit(saved))
         return saved
 
     def create(self, template: xarray.DataTree, attrs: dict[str, Any], num_samples: int) -> None:
@@ -101,7 +109,10 @@ class Checkpoint:
             attrs: its attributes.
             num_samples: draws per chain that are asked for.
         """
-        if is_first():
+
+        def make() -> None:
+            if not is_first():
+                return
             partial = self.path.with_name(f".{self.path.name}.partial")
             with _told(self.path):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -116,13 +127,19 @@ class Checkpoint:
                     self.path.rmdir()
                 partial.rename(self.path)
             self._hold()
-        wait("checkpoint created")
+
+        together(make)
+        together(self._await)
 
     def series(self, group: str, num_rows: int, lengths: list[int]) -> archive.StoredSeries:
         """The arrays of a group of draws, as long as ``num_rows``."""
-        with _told(self.path):
-            arrays = archive.open_arrays(self.path, group, num_rows)
-            return archive.StoredSeries(arrays, self.path / group, np.asarray(lengths, int))
+
+        def arrays() -> dict[str, Any]:
+            with _told(self.path):
+                return archive.open_arrays(self.path, group, num_rows)
+
+        together(lambda: arrays() if is_first() else None)  # it makes them as long
+        return archive.StoredSeries(together(arrays), self.path / group, np.asarray(lengths, int))
 
     @property
     def is_due(self) -> bool:
@@ -149,11 +166,8 @@ class Checkpoint:
             attrs: attributes of the tree.
         """
         began = time.monotonic()
-        if not is_first():
-            for part in series.values():
-                part.forget()
-            return
-        with _told(self.path):
+
+        def write() -> None:
             written = [path for part in series.values() for path in part.flush()]
             archive.sync(written)
             before, self._commit = self.state_path, self._commit + 1
@@ -170,6 +184,16 @@ class Checkpoint:
             self._published = {ATTRIBUTE: _encoded(saved)}, {name: part.length for name, part in series.items()}
             self.publish(attrs)
             before.unlink(missing_ok=True)
+
+        def act() -> None:
+            if is_first():
+                with _told(self.path):
+                    write()
+            else:
+                for part in series.values():
+                    part.forget()
+
+        together(act)
         self._last = time.monotonic()
         self._cost = self._last - began
 
@@ -219,6 +243,29 @@ class Checkpoint:
                 found=f"num_samples={num_samples}",
                 fix="ask for as many and take the first of them, or give another path",
             )
+
+    def _check_commit(self, saved: Saved) -> None:
+        if saved.commit != self._commit:
+            raise CheckpointError(
+                "processes see the checkpoint at different times",
+                expected=f"write number {self._commit}, which the first process reads from {self.path}",
+                found=f"write number {saved.commit}",
+                fix="start again when the file system shows the same to all, some seconds later",
+            )
+
+    def _await(self) -> None:
+        """Wait until the file system shows the folder that the first process has made."""
+        until = time.monotonic() + SECONDS_TO_APPEAR
+        while not self.path.exists():
+            os.listdir(self.path.parent)  # so that a network file system looks again
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    "a process does not see the checkpoint that the first one has made",
+                    expected="a path on a file system that all processes share",
+                    found=f"nothing at {self.path}",
+                    fix="give a path on such a file system",
+                )
+            time.sleep(0.1)
 
     def _hold(self) -> None:
         """Keep other processes from writing to the folder, as long as this one lives."""

@@ -12,6 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ppleffects.errors import CheckpointError
+
 # Arrays that are brought to every process are gathered together up to so many bytes, since each lies whole on a device.
 MAX_BYTES = 2**26
 
@@ -46,25 +48,35 @@ def wait(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-def by_first[T](act: Callable[[], T]) -> T | None:
-    """What the first process's call returns, there; the others wait for its end.
+def as_first(number: int) -> int:
+    """What the first process gives."""
+    return number if jax.process_count() == 1 else int(allgather(np.asarray(number, np.int32))[0])
+
+
+def together[T](act: Callable[[], T]) -> T:
+    """What a call returns that each process makes on its own; where it fails in one, it fails in all.
 
     Raises:
-        RuntimeError: in the others, where it fails in the first, which raises what the call does.
+        CheckpointError: it has failed in another process.
     """
     if jax.process_count() == 1:
         return act()
-    result, error = None, None
-    if is_first():
-        try:
-            result = act()
-        except Exception as raised:  # told to the others first
-            error = raised
-    failed = allgather(np.asarray(error is not None)).any()
+    result: Any = None
+    error = None
+    try:
+        result = act()
+    except Exception as raised:  # the others are told first
+        error = raised
+    failed = np.flatnonzero(allgather(np.asarray(error is not None)))
     if error is not None:
         raise error
-    if failed:
-        raise RuntimeError("the first process has failed, and its message says how")
+    if len(failed):
+        raise CheckpointError(
+            f"process {failed[0]} cannot use the checkpoint",
+            expected="a folder that every process can read, and the first one write",
+            found="an error, which that process raises",
+            fix="put the checkpoint on a file system that all processes share",
+        )
     return result
 
 

@@ -200,6 +200,8 @@ class Run:
                 advance(interrupt)
             self._commit()
         except KeyboardInterrupt:
+            if jax.process_count() > 1:
+                raise  # the others are in the middle of a call
             self._load()  # draws that are not written yet may lack a part
         if not (self.complete or self.sampling.sample_stats.length or self.warmup.sample_stats.length):
             raise KeyboardInterrupt
