@@ -14,6 +14,10 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 # The name of an operation stands before its operands: `%x = f64[] all-reduce(...)`. On some platforms a collective is a
 # pair, `all-reduce-start(...)` and `all-reduce-done(...)`, of which the first is counted.
 _CALL = re.compile(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(")
+# What a computation calls: once, one of several, again and again.
+_CALLED = re.compile(r"\b(?:calls|to_apply|condition|true_computation|false_computation)=(%[\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_BODY = re.compile(r"\bbody=(%[\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,24 @@ def _computations(hlo: str) -> dict[str, str]:
 
 
 def leapfrog_collectives(hlo: str) -> dict[str, int]:
-    """The collectives of the innermost loop that holds the gradient of the density."""
-    bodies = {name: text for name, text in _computations(hlo).items() if re.search(rf"body={re.escape(name)}\b", hlo)}
-    gradients = {name: text for name, text in bodies.items() if "transpose(jvp" in text}
-    innermost = [text for text in gradients.values() if not any(f"body={name}," in text for name in gradients)]
+    """The collectives that one step of the innermost loop around the gradient of the density executes, at most.
+
+    All branches of a conditional are counted. Those in a loop within, whose length is not known, count as another kind.
+    """
+    texts = _computations(hlo)
+    bodies = {name for text in texts.values() for name in _BODY.findall(text)}
+    gradients = {name for name in bodies if "transpose(jvp" in texts[name]}
+    innermost = [name for name in gradients if not gradients & set(_BODY.findall(texts[name]))]
     (loop,) = innermost
-    return collectives(loop)
+    return dict(_executed(texts, loop))
+
+
+def _executed(texts: dict[str, str], name: str) -> Counter[str]:
+    """The collectives of a computation and of all that it calls."""
+    found = Counter(collectives(texts[name]))
+    branches = (part.strip() for group in _BRANCHES.findall(texts[name]) for part in group.split(","))
+    for called in (*_CALLED.findall(texts[name]), *branches):
+        found += _executed(texts, called)
+    for body in _BODY.findall(texts[name]):
+        found += Counter({f"{kind} in a loop": count for kind, count in _executed(texts, body).items()})
+    return found
