@@ -1,5 +1,6 @@
 """Probabilistic programs in ordinary JAX code, sharded over devices, sampled by NUTS, analysed with ArviZ."""
 
+from ppleffects import distributed as distributed
 from ppleffects.inference.hmc import HMC as HMC
 from ppleffects.inference.mcmc import mcmc as mcmc
 from ppleffects.inference.nuts import NUTS as NUTS

@@ -93,6 +93,10 @@ class CheckpointError(PPLError, RuntimeError):
     """A checkpoint cannot be written or read, or belongs to another run; what it holds stays as it is."""
 
 
+class DistributedError(PPLError, RuntimeError):
+    """The processes of a run do not come together."""
+
+
 class LayoutWarning(UserWarning):
     """A run is laid out otherwise than it was asked for: the same draws, for more time."""
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import ppleffects
+import ppleffects.distributed
 import ppleffects.effects
 import ppleffects.errors
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-MODULES = [ppleffects, ppleffects.effects, ppleffects.errors]
+MODULES = [ppleffects, ppleffects.distributed, ppleffects.effects, ppleffects.errors]
 
 
 def public_names(module: types.ModuleType) -> set[str]:

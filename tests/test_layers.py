@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = "ppleffects"
 SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
-LAYERS = ["effects", "language", "interpretations", "transforms", "inference", "interop"]  # lowest first
+LAYERS = ["effects", "language", "interpretations", "transforms", "inference", "interop", "distributed"]  # lowest first
 SHARED = ["errors"]  # open to every layer, and importing none
 INTERNALS = ["jax._src", "jax.interpreters", "jaxlib"]
 INTERNALS_IN = "effects/_jax.py"

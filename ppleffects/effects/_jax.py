@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax._src import config, core, effects, source_info_util
+from jax._src import config, core, distributed, effects, source_info_util, xla_bridge
 from jax._src import linear_util as lu
 from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import ad, batching, mlir
@@ -661,3 +661,28 @@ def spec_axes(spec: P | None) -> frozenset[str]:
     """The mesh axes that a partition spec names."""
     entries = () if spec is None else tuple(spec)
     return frozenset(a for e in entries if e is not None for a in (e if isinstance(e, tuple) else (e,)))
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def has_backends() -> bool:
+    """Whether JAX has looked for devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def coordination() -> Any:
+    """What jax.distributed.initialize has found: process_id, num_processes, coordinator_address."""
+    return distributed.global_state
+
+
+def tell_all(name: str, text: str) -> None:
+    """Leave a text for all processes, under a name."""
+    client: Any = distributed.global_state.client
+    client.key_value_set(name, text)
+
+
+def told_to_all(name: str) -> str:
+    """The text that a process leaves under a name, once it has."""
+    client: Any = distributed.global_state.client
+    return client.blocking_key_value_get(name, 60_000)

@@ -19,6 +19,7 @@ from ppleffects.inference import archive, state_file
 from ppleffects.inference.identity import Identity, identity_of
 from ppleffects.inference.processes import as_first, is_first, together, wait
 from ppleffects.inference.store import Phase
+from ppleffects.inference.watch import running
 
 if TYPE_CHECKING:
     import xarray
@@ -269,7 +270,7 @@ class Checkpoint:
 
     def _hold(self) -> None:
         """Keep other processes from writing to the folder, as long as this one lives."""
-        if not is_first():
+        if self._lock is not None or not is_first():
             return
         try:
             import fcntl  # not on Windows, where nothing is held
@@ -297,14 +298,15 @@ def opened(
     arguments: dict[str, Any],
 ) -> Iterator[Checkpoint | None]:  # fmt: skip
     """The checkpoint of a run, as ``identity_of`` says what it is; None where there is to be none."""
-    if path is None:
-        yield None
-        return
-    checkpoint = Checkpoint(path, identity_of(target, sites, layout, key, kernel, options, arguments))
-    try:
-        yield checkpoint
-    finally:
-        checkpoint.close()
+    with running(path):
+        if path is None:
+            yield None
+            return
+        checkpoint = Checkpoint(path, identity_of(target, sites, layout, key, kernel, options, arguments))
+        try:
+            yield checkpoint
+        finally:
+            checkpoint.close()
 
 
 def _encoded(saved: Saved) -> str:
