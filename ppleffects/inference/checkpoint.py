@@ -16,6 +16,7 @@ import numpy as np
 
 from ppleffects.errors import CheckpointError
 from ppleffects.inference import archive, state_file
+from ppleffects.inference.checksum import check_same
 from ppleffects.inference.identity import Identity, identity_of
 from ppleffects.inference.processes import as_first, is_first, together, wait
 from ppleffects.inference.store import Phase
@@ -299,6 +300,7 @@ def opened(
 ) -> Iterator[Checkpoint | None]:  # fmt: skip
     """The checkpoint of a run, as ``identity_of`` says what it is; None where there is to be none."""
     with running(path):
+        check_same((key, options.init))
         if path is None:
             yield None
             return

@@ -1,14 +1,18 @@
-"""A checksum of an array that does not depend on how it lies on devices, and moves none of it between them."""
+"""Checksums of arrays that do not depend on how they lie on devices; with them, processes see that they agree."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ppleffects.inference.processes import allgather
+from ppleffects.effects.structure import described
+from ppleffects.errors import MeshError
+from ppleffects.inference.processes import allgather, is_here
 
 # Entries of data that are looked at at once: few enough for a processor's cache.
 BLOCK = 2**16
@@ -37,6 +41,42 @@ def checksum(array: Any, numbers: np.ndarray | None = None) -> str:
         words = np.asarray([(total >> shift) & 0xFFFF for shift in (48, 32, 16, 0)], np.int32)
         total = sum(int(word) << (48 - 16 * i) for row in allgather(words) for i, word in enumerate(row))
     return f"{total % 2**64:016x}"
+
+
+def check_same(tree: Any, jaxpr: Any = None) -> None:
+    """Raise where processes hold different numbers of their own, or run different programs.
+
+    Args:
+        tree: arrays; those that lie on devices of several processes are the same anyway.
+        jaxpr: a program; None for none.
+
+    Raises:
+        MeshError: there is a difference.
+    """
+    if jax.process_count() == 1:
+        return
+    own = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and is_here(leaf)]
+    own = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in own]
+    arrays = [f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for x in own]
+    equations = [] if jaxpr is None else described(jaxpr)
+    texts = {
+        "equations": "\n".join(equations),
+        "shapes": " ".join(arrays),
+        "numbers": " ".join(f"{shape} {checksum(x)}" for shape, x in zip(arrays, own, strict=True)),
+    }
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts.values()]
+    told = allgather(np.frombuffer(b"".join(digests), np.uint8).astype(np.int32)).reshape(-1, len(texts), 8)
+    for i, what in enumerate(texts):
+        others = np.flatnonzero((told[:, i] != told[0, i]).any(-1))
+        if len(others):
+            raise MeshError(
+                f"the processes give the model different {what}",
+                expected="the same model, key and arrays in every process, or rows of its own by ppl.shard_rows",
+                found=f"process {others[0]} differs from the first one; process {jax.process_index()} has the arrays "
+                f"{', '.join(arrays)}",
+                fix="ppl.shard_rows(rows, mesh, local=True) for rows that each process has of its own; the same seed "
+                "for what is drawn",
+            )
 
 
 def _sum_of_bits(part: np.ndarray, start: list[int], shape: tuple[int, ...], numbers: np.ndarray) -> int:

@@ -81,6 +81,8 @@ def default_mesh(target: Any, chain_axis: str, num_chains: int) -> tuple[Mesh | 
     reason = _stays(target)
     if reason is not None:
         return None, Choice(1, None, reason)
+    if jax.process_count() > 1:
+        return _mesh_of_processes(chain_axis, num_chains)
     devices = jax.devices()
     types = [jax.typeof(leaf) for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(target)}.values()]
     data = [ArraySize(type_.shape, type_.size * type_.dtype.itemsize) for type_ in types]
@@ -91,6 +93,15 @@ def default_mesh(target: Any, chain_axis: str, num_chains: int) -> tuple[Mesh | 
     if choice.num_devices == 1:
         return None, choice
     return _mesh(devices[: choice.num_devices], chain_axis if choice.num_rows is None else ROWS), choice
+
+
+def _mesh_of_processes(chain_axis: str, num_chains: int) -> tuple[Mesh, Choice]:
+    """Chains over as many devices of each process as they can be split over evenly, and over one at least."""
+    own = [[d for d in jax.devices() if d.process_index == process] for process in range(jax.process_count())]
+    limit = 1 if jax.default_backend() in SHARING_CORES else min(map(len, own))
+    each = max((n for n in range(1, limit + 1) if num_chains % (n * len(own)) == 0), default=1)
+    devices = [device for devices in own for device in devices[:each]]
+    return _mesh(devices, chain_axis), Choice(len(devices), None, f"{len(own)} processes share them out")
 
 
 def row_sharding(leaf: Any, num_rows: int, mesh: Mesh) -> NamedSharding:
@@ -121,9 +132,7 @@ def _mesh(devices: Sequence[Any], axis: str) -> Mesh:
 
 def _stays(target: Any) -> str | None:
     """Why a target runs where JAX runs it; None where it may run anywhere."""
-    if jax.process_count() > 1:
-        return "several processes share no work unless a mesh is named"
-    if jax.device_count() > 1 and jax.default_backend() in SHARING_CORES:
+    if jax.process_count() == 1 and jax.device_count() > 1 and jax.default_backend() in SHARING_CORES:
         return "the devices of a CPU share its cores"
     if jax.config.jax_default_device is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return "jax.default_device names it"

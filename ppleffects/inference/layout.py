@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ppleffects.errors import MeshError
+from ppleffects.inference.checksum import check_same
 from ppleffects.inference.default_layout import default_mesh, row_sharding
 from ppleffects.inference.processes import put
 
@@ -136,7 +137,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         num_chains: number of chains.
 
     Raises:
-        MeshError: the model names a mesh of other axes than the run's.
+        MeshError: the model names a mesh of other axes than the run's, or is another in another process.
     """
     reason, num_rows = "mesh= says so", None
     if mesh is None and not jax.sharding.get_mesh().empty:
@@ -147,6 +148,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         if mesh is None:
             mesh, (_, num_rows, reason) = default_mesh(target, chain_axis, num_chains)
         if mesh is None:
+            check_same(target, target.program.jaxpr)
             return target, Layout(None, None, num_chains, reason)
     shards_chains = chain_axis in mesh.axis_names and num_rows is None
     layout = Layout(mesh, chain_axis if shards_chains else None, num_chains, reason)
@@ -157,6 +159,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         _check_mesh(mesh, _mesh_without_context(trace_model), error)
         raise
     _check_mesh(mesh, target.mesh, None)
+    check_same(target, target.program.jaxpr)
     if num_rows is not None:
         target = _map_once(lambda leaf: put(leaf, row_sharding(leaf, num_rows, mesh)), target)
     return target, layout

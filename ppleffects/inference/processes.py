@@ -114,7 +114,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 
     Where this process has the whole of it, no more of it is moved than its own devices hold.
     """
-    if sharding.is_fully_addressable or not _is_here(leaf):
+    if sharding.is_fully_addressable or not is_here(leaf):
         return jax.device_put(leaf, sharding)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
@@ -123,6 +123,6 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
 
 
-def _is_here(leaf: Any) -> bool:
+def is_here(leaf: Any) -> bool:
     """Whether this process has the whole of an array."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
