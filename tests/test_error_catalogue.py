@@ -40,6 +40,7 @@ NOT_ON_THE_PAGE = {
     "effects.context.Part.rejoin": "an abstract method",
     "inference.kernel.Hamiltonian._trajectories": "an abstract method",
     "inference.kernel.Hamiltonian._transition": "an abstract method",
+    "inference.kernel.Hamiltonian._transition_of_blackjax": "an abstract method",
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
     "inference.placing._copy_from_devices": "needs several processes, see tests/inference/test_shard_rows.py",
     "inference.shard_rows._order_of_processes": "needs several processes, as above",

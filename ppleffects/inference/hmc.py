@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, euclidean_kinetic_energy
 
+from ppleffects.inference import blackjax_engine
 from ppleffects.inference.kernel import Hamiltonian, Proposal
 
 
@@ -38,8 +40,8 @@ class HMCInfo(NamedTuple):
 class HMC(Hamiltonian[HMCInfo]):
     """Hamiltonian Monte Carlo with a fixed trajectory length (Neal 2011).
 
-    Settings only, so that equal ones share a compiled program. With ``engine="numpyro"``, ``init`` and ``step`` are the
-    pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
+    Settings only, so that equal ones share a compiled program. With NumPyro's and BlackJAX's engines, ``init`` and
+    ``step`` are the pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
 
     Attributes:
         trajectory_length: step size times number of steps. The default is a quarter of the period of a whitened
@@ -63,10 +65,7 @@ class HMC(Hamiltonian[HMCInfo]):
 
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         leapfrog, metric = self._leapfrog(target), adaptation.inverse_mass_matrix
-        wanted = jnp.ceil(self.trajectory_length / adaptation.step_size)
-        num_steps = jnp.clip(wanted, 1, self.max_num_steps).astype(jnp.result_type(int))
-        # The length is exact, whatever the step size, except where the number of steps is cut.
-        step_size = jnp.where(wanted > self.max_num_steps, adaptation.step_size, self.trajectory_length / num_steps)
+        num_steps, step_size = self._steps(adaptation.step_size)
         end = jax.lax.fori_loop(0, num_steps, lambda _, point: leapfrog(step_size, metric, point), start)
         energy_start = start.potential_energy + euclidean_kinetic_energy(metric, start.r)
         energy_end = end.potential_energy + euclidean_kinetic_energy(metric, end.r)
@@ -86,3 +85,27 @@ class HMC(Hamiltonian[HMCInfo]):
             step_size=step_size,
         )
         return Proposal(point._replace(r=None), acceptance_rate, info)
+
+    def _transition_of_blackjax(
+        self, log_density: Callable, start: blackjax_engine.Point, adaptation: Any, key: Array
+    ) -> tuple[blackjax_engine.Point, Array, HMCInfo]:
+        num_steps, step_size = self._steps(adaptation.step_size)
+        point, told = blackjax_engine.hmc(
+            log_density, start, adaptation.inverse_mass_matrix, key, step_size, num_steps, self.max_delta_energy
+        )
+        info = HMCInfo(
+            lp=point.log_density,
+            energy=told.energy,
+            acceptance_rate=told.acceptance_rate,
+            diverging=told.is_divergent,
+            n_steps=num_steps,
+            step_size=step_size,
+        )
+        return point, told.acceptance_rate, info
+
+    def _steps(self, step_size: Array) -> tuple[Array, Array]:
+        """The number of steps of a trajectory, and their size: as adapted, but for making the length exact."""
+        wanted = jnp.ceil(self.trajectory_length / step_size)
+        num_steps = jnp.clip(wanted, 1, self.max_num_steps).astype(jnp.result_type(int))
+        # The length is exact, whatever the step size, except where the number of steps is cut.
+        return num_steps, jnp.where(wanted > self.max_num_steps, step_size, self.trajectory_length / num_steps)

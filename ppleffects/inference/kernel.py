@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from numpyro.infer.hmc_util import (
 )
 
 from ppleffects.errors import DiscreteLatentError, SettingsError
+from ppleffects.inference import blackjax_engine
 from ppleffects.inference.coordinates import coordinates_of
 from ppleffects.inference.machine import TARGET_ACCEPT, Machine
 from ppleffects.inference.metric import Metric
@@ -38,7 +39,7 @@ from ppleffects.inference.metric_choice import (
 )
 from ppleffects.inference.settings import check_numbers
 
-ENGINES = ("ppleffects", "numpyro")
+ENGINES = OWN, NUMPYRO, BLACKJAX = ("ppleffects", "numpyro", "blackjax")
 NUMPYRO_ONLY = ("regularize_mass_matrix", "find_heuristic_step_size")
 # Starts that a chain tries: one for so many transitions of warm-up, but no more than some.
 WARMUP_PER_TRIAL, MAX_TRIALS = 160, 6
@@ -67,7 +68,7 @@ class State(NamedTuple):
         position: unconstrained values by latent site, in the default float dtype.
         log_density: log-density at ``position``, the log-determinant of the constraining map included; a scalar.
         gradient: gradient of the log-density at ``position``; shapes of ``position``.
-        adaptation: step size, inverse mass matrix and the running estimates of both, as NumPyro keeps them.
+        adaptation: step size, inverse mass matrix and the running estimates of both, as NumPyro or BlackJAX keeps them.
         key: key of the transitions to come.
         warmup: length of the warm-up; no array.
     """
@@ -76,7 +77,7 @@ class State(NamedTuple):
     position: Position
     log_density: Array
     gradient: Position
-    adaptation: HMCAdaptState
+    adaptation: Any
     key: Array
     warmup: Warmup
 
@@ -89,7 +90,10 @@ class Kernel[S, I](Protocol):
     None for what all chains have in common.
     """
 
-    state_axes: ClassVar[Any]
+    @property
+    def state_axes(self) -> Any:
+        """Which leaves of the state each chain has of its own."""
+        ...
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, as JSON has them."""
@@ -169,11 +173,12 @@ class Hamiltonian[I]:
             ``target_accept_prob``, Stan ``adapt_delta``, PyMC and nutpie as here. None is 0.8, which a chain of the
             engine "ppleffects" raises to 0.9 and 0.95 where its warm-up diverges.
         engine: "ppleffects", whose chains do not wait for each other's trajectories, whose latents on shards stay
-            there, and whose metric comes from draws and gradients; or "numpyro" for NumPyro's transitions and warm-up.
+            there, and whose metric comes from draws and gradients; "numpyro" for NumPyro's transitions and warm-up; or
+            "blackjax" for BlackJAX's, which is an extra: ``pip install 'ppleffects[blackjax]'``.
         metric: the inverse mass matrix that warm-up adapts: "auto" for one as dense as it pays, "diagonal", "dense",
             "low_rank" for a diagonal and some directions, latents on shards included, or names of the sites of each
             dense block, for example ``(("alpha", "beta"),)``; the sites in no block get a diagonal. With NumPyro
-            "auto" is "diagonal", and there is no "low_rank".
+            and BlackJAX "auto" is "diagonal", and there is no "low_rank"; with BlackJAX there are no blocks.
         inverse_mass_matrix: what to begin with, in unconstrained space: variances by latent, or the covariance of all
             latents in the order of the model. It stays where ``adapt_mass_matrix=False``.
         pool_chains: whether a chain's metric is estimated from the draws of all chains of its device. A chain then
@@ -199,15 +204,13 @@ class Hamiltonian[I]:
     find_heuristic_step_size: bool = False
     max_delta_energy: float = 1000.0
 
-    state_axes: ClassVar[State] = State(
-        iteration=None,  # pyright: ignore[reportArgumentType]
-        position=0,  # pyright: ignore[reportArgumentType]
-        log_density=0,  # pyright: ignore[reportArgumentType]
-        gradient=0,  # pyright: ignore[reportArgumentType]
-        adaptation=HMCAdaptState(*([0] * len(HMCAdaptState._fields)))._replace(window_idx=None),
-        key=0,  # pyright: ignore[reportArgumentType]
-        warmup=None,  # pyright: ignore[reportArgumentType]
-    )
+    @property
+    def state_axes(self) -> Any:
+        """0 for what each chain has of its own, None for what all have in common."""
+        numpyro = HMCAdaptState(*([0] * len(HMCAdaptState._fields)))._replace(window_idx=None)
+        own: Any = 0
+        adaptation: Any = numpyro if self.engine != BLACKJAX else 0
+        return State(None, own, own, own, adaptation, own, None)  # pyright: ignore[reportArgumentType]
 
     def __post_init__(self):
         check_numbers(self)
@@ -233,23 +236,26 @@ class Hamiltonian[I]:
                 fix='leave it out, or write engine="numpyro" for NumPyro\'s transitions and warm-up',
             )
         others = [f.name for f in fields(self) if f.name in NUMPYRO_ONLY and getattr(self, f.name) != f.default]
-        if self.engine == "ppleffects" and others:
+        if self.engine != NUMPYRO and others:
             raise SettingsError(
                 "the engine does not have this setting",
                 expected=f"no {', '.join(NUMPYRO_ONLY)}, which are NumPyro's",
                 found=", ".join(others),
                 fix='leave it out, or choose engine="numpyro"',
             )
-        own = {
+        lacking = {
             'metric="low_rank"': self.metric == LOW_RANK,
             "inverse_mass_matrix=": self.inverse_mass_matrix is not None,
             "pool_chains=True": self.pool_chains,
         }
-        if self.engine == "numpyro" and any(own.values()):
+        if self.engine == BLACKJAX:
+            lacking["blocks of names for metric="] = not isinstance(self.metric, str)
+        if self.engine != OWN and any(lacking.values()):
+            maker = "NumPyro" if self.engine == NUMPYRO else "BlackJAX"
             raise SettingsError(
-                "NumPyro's engine does not have this setting",
-                expected=f"no {', '.join(own)}",
-                found=", ".join(name for name, is_set in own.items() if is_set),
+                f"{maker}'s engine does not have this setting",
+                expected=f"no {', '.join(lacking)}",
+                found=", ".join(name for name, is_set in lacking.items() if is_set),
                 fix='leave it out, or choose engine="ppleffects"',
             )
 
@@ -265,7 +271,10 @@ class Hamiltonian[I]:
             DiscreteLatentError: a latent site is discrete.
             SettingsError: there is no latent site, or ``metric`` does not fit those that are there.
             ValuesError, ShapeError, DTypeError: ``inverse_mass_matrix`` does not fit them.
+            MissingDependencyError: the engine is BlackJAX's, which is not installed.
         """
+        if self.engine == BLACKJAX:
+            blackjax_engine.require()
         latents = {name: site for name, site in target.sites.items() if site.kind == "sample"}
         if not latents:
             raise SettingsError(
@@ -310,17 +319,22 @@ class Hamiltonian[I]:
             energy, slope = -point[0], jax.tree.map(jnp.negative, point[1])
         # As NumPyro splits it, with its third key for a momentum that no transition uses.
         key, adaptation_key, _ = jax.random.split(key, 3)
-        adapt_init, _ = self._adapter(target, num_warmup)
-        start = IntegratorState(position, None, energy, slope)
-        adaptation = adapt_init(start, adaptation_key, jnp.asarray(self.step_size, float_dtype))
+        gradient = jax.tree.map(jnp.negative, slope)
+        if self.engine == BLACKJAX:
+            start = blackjax_engine.Point(position, -energy, gradient)
+            adaptation = blackjax_engine.begin(start, self.step_size, self._target_accept, dense=self.metric == DENSE)
+        else:
+            adapt_init, _ = self._adapter(target, num_warmup)
+            start = IntegratorState(position, None, energy, slope)
+            adaptation = adapt_init(start, adaptation_key, jnp.asarray(self.step_size, float_dtype))
         iteration = jnp.zeros((), jnp.int32)
-        return State(
-            iteration, position, -energy, jax.tree.map(jnp.negative, slope), adaptation, key, Warmup(num_warmup)
-        )
+        return State(iteration, position, -energy, gradient, adaptation, key, Warmup(num_warmup))
 
     def step(self, target: Any, state: State) -> tuple[State, I]:
         """The state after one transition, which adapts while ``state.iteration < num_warmup``, and what happened."""
         num_warmup = state.warmup.num_warmup
+        if self.engine == BLACKJAX:
+            return self._step_of_blackjax(target, state)
         key, momentum_key, transition_key = jax.random.split(state.key, 3)
         momentum = momentum_generator(state.position, state.adaptation.mass_matrix_sqrt, momentum_key)
         slope = jax.tree.map(jnp.negative, state.gradient)
@@ -344,15 +358,34 @@ class Hamiltonian[I]:
         )
         return new, proposal.info
 
+    def _step_of_blackjax(self, target: Any, state: State) -> tuple[State, I]:
+        num_warmup, energy = state.warmup.num_warmup, potential(target)
+        key, transition_key = jax.random.split(state.key)
+        start = blackjax_engine.Point(state.position, state.log_density, state.gradient)
+        point, acceptance_rate, info = self._transition_of_blackjax(
+            lambda position: -energy(position), start, state.adaptation, transition_key
+        )
+        adaptation = state.adaptation
+        if num_warmup:
+            adaptation = jax.lax.cond(
+                state.iteration < num_warmup,
+                lambda: blackjax_engine.adapt(
+                    adaptation, state.iteration, num_warmup, point.position, acceptance_rate, self._target_accept,
+                    dense=self.metric == DENSE, step_size=self.adapt_step_size, metric=self.adapt_mass_matrix,
+                ),
+                lambda: adaptation,
+            )  # fmt: skip
+        return State(state.iteration + 1, *point, adaptation, key, state.warmup), info
+
     def machine(self, target: Any, num_warmup: int, *, drawn: bool) -> Machine | None:
-        """The sampler whose chains do not wait for each other; None for NumPyro's, whose do.
+        """The sampler whose chains do not wait for each other; None for those of others, whose do.
 
         Args:
             target: the density.
             num_warmup: trajectories that adapt.
             drawn: whether starts are drawn, so that a chain can try several.
         """
-        if self.engine == "numpyro":
+        if self.engine != OWN:
             return None
         coordinates = coordinates_of(target)
         several = drawn and self.adapt_step_size
@@ -382,6 +415,16 @@ class Hamiltonian[I]:
     def _transition(self, target: Any, start: IntegratorState, adaptation: HMCAdaptState, key: Array) -> Proposal:
         raise NotImplementedError
 
+    def _transition_of_blackjax(
+        self, log_density: Callable, start: blackjax_engine.Point, adaptation: Any, key: Array
+    ) -> tuple[blackjax_engine.Point, Array, I]:
+        """The new point, the mean acceptance probability, and what ``step`` returns."""
+        raise NotImplementedError
+
+    @property
+    def _target_accept(self) -> float:
+        return TARGET_ACCEPT if self.target_accept is None else self.target_accept
+
     def _leapfrog(self, target: Any) -> Callable:
         _, update = velocity_verlet(potential(target), euclidean_kinetic_energy)
         return update
@@ -397,6 +440,6 @@ class Hamiltonian[I]:
             adapt_step_size=self.adapt_step_size,
             adapt_mass_matrix=self.adapt_mass_matrix,
             dense_mass=dense_mass,
-            target_accept_prob=TARGET_ACCEPT if self.target_accept is None else self.target_accept,
+            target_accept_prob=self._target_accept,
             regularize_mass_matrix=self.regularize_mass_matrix,
         )

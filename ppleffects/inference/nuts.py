@@ -1,7 +1,8 @@
-"""The No-U-Turn sampler; with NumPyro's engine, its trajectories as two pure functions of a target and a state."""
+"""The No-U-Turn sampler; with the engines of others, as two pure functions of a target and a state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.hmc_util import HMCAdaptState, IntegratorState, build_tree, euclidean_kinetic_energy
 
+from ppleffects.inference import blackjax_engine
 from ppleffects.inference.kernel import Hamiltonian, Proposal
 
 
@@ -40,8 +42,8 @@ class NUTSInfo(NamedTuple):
 class NUTS(Hamiltonian[NUTSInfo]):
     """The No-U-Turn sampler with multinomial trajectories (Hoffman and Gelman 2014; Betancourt 2017, A.3).
 
-    Settings only, so that equal ones share a compiled program. With ``engine="numpyro"``, ``init`` and ``step`` are the
-    pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
+    Settings only, so that equal ones share a compiled program. With NumPyro's and BlackJAX's engines, ``init`` and
+    ``step`` are the pure functions of one chain that ``mcmc`` runs; the engine of this library is ``machine``.
 
     Attributes:
         max_tree_depth: the trajectory doubles at most so many times.
@@ -84,3 +86,22 @@ class NUTS(Hamiltonian[NUTSInfo]):
         )
         point = IntegratorState(tree.z_proposal, None, tree.z_proposal_pe, tree.z_proposal_grad)
         return Proposal(point, acceptance_rate, info)
+
+    def _transition_of_blackjax(
+        self, log_density: Callable, start: blackjax_engine.Point, adaptation: Any, key: Array
+    ) -> tuple[blackjax_engine.Point, Array, NUTSInfo]:
+        point, told = blackjax_engine.nuts(
+            log_density, start, adaptation, key, self.max_tree_depth, self.max_delta_energy
+        )
+        depth = told.num_trajectory_expansions
+        info = NUTSInfo(
+            lp=point.log_density,
+            energy=told.energy,
+            acceptance_rate=told.acceptance_rate,
+            diverging=told.is_divergent,
+            n_steps=told.num_integration_steps,
+            tree_depth=depth,
+            reached_max_treedepth=(depth >= self.max_tree_depth) & ~told.is_turning & ~told.is_divergent,
+            step_size=adaptation.step_size,
+        )
+        return point, told.acceptance_rate, info

@@ -1,6 +1,8 @@
 """Every kernel through one contract, then against NumPyro step by step and against closed forms."""
 
 import dataclasses
+import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,18 @@ from numpyro.infer.hmc import hmc
 import ppleffects as ppl
 from ppleffects import inference
 from ppleffects.errors import DiscreteLatentError, SettingsError
-from ppleffects.inference.kernel import Hamiltonian
+from ppleffects.inference.kernel import BLACKJAX, ENGINES, NUMPYRO, Hamiltonian
 from ppleffects.inference.target import target as make_target
 
-KERNELS = {"NUTS": inference.NUTS(max_tree_depth=6), "HMC": inference.HMC(max_num_steps=64)}
+KERNELS = {
+    ("NUTS", "ppleffects"): inference.NUTS(max_tree_depth=6),
+    ("HMC", "ppleffects"): inference.HMC(max_num_steps=64),
+    ("NUTS", "numpyro"): inference.NUTS(max_tree_depth=6, engine=NUMPYRO),
+    ("HMC", "numpyro"): inference.HMC(max_num_steps=64, engine=NUMPYRO),
+    ("NUTS", "blackjax"): inference.NUTS(max_tree_depth=6, engine=BLACKJAX),
+    ("HMC", "blackjax"): inference.HMC(max_num_steps=64, engine=BLACKJAX),
+}
+NO_BLACKJAX = importlib.util.find_spec("blackjax") is None
 
 
 def model(y):
@@ -29,9 +39,12 @@ def target():
     return make_target(model)(jnp.array([0.3, 1.2, 2.0, -0.4]))
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=KERNELS, ids="-".join)
 def kernel(request):
-    return KERNELS[request.param]
+    found = KERNELS[request.param]
+    if found.engine == BLACKJAX and NO_BLACKJAX:
+        pytest.skip("BlackJAX is not installed")
+    return found
 
 
 def start(target):
@@ -58,7 +71,7 @@ def test_table_of_kernels_is_complete():
     exported = {
         name for name, value in vars(inference).items() if isinstance(value, type) and issubclass(value, Hamiltonian)
     }
-    assert exported == set(KERNELS)
+    assert set(itertools.product(exported, ENGINES)) == set(KERNELS)
 
 
 def test_kernel_is_hashable_settings(kernel):
@@ -84,7 +97,8 @@ def test_step_keeps_structure_types_and_shared_leaves(kernel, target):
         (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(new)
     ]
     assert new.iteration.shape == ()
-    assert new.adaptation.window_idx.shape == ()
+    if kernel.engine != BLACKJAX:
+        assert new.adaptation.window_idx.shape == ()
     assert {"lp", "energy", "acceptance_rate", "diverging", "n_steps", "step_size"} <= set(info._fields)
     assert all(leaf.shape == (3,) for leaf in info)
 
@@ -189,6 +203,10 @@ def test_bad_settings(name):
 
 
 def test_dense_mass_must_name_latents(kernel, target):
+    if kernel.engine == BLACKJAX:
+        with pytest.raises(SettingsError, match="BlackJAX's engine does not have this setting"):
+            dataclasses.replace(kernel, dense_mass=(("mu", "tau"),))
+        return
     with pytest.raises(SettingsError, match=r"a metric must name latent sites.*\n.*'mu', 'scale'.*\n.*tau"):
         dataclasses.replace(kernel, dense_mass=(("mu", "tau"),)).check(target)
     with pytest.raises(SettingsError, match="each in one block"):
