@@ -43,12 +43,12 @@ def checksum(array: Any, numbers: np.ndarray | None = None) -> str:
     return f"{total % 2**64:016x}"
 
 
-def check_same(tree: Any, jaxpr: Any = None) -> None:
+def check_same(tree: Any, *, is_model: bool = False) -> None:
     """Raise where processes hold different numbers of their own, or run different programs.
 
     Args:
         tree: arrays; those that lie on devices of several processes are the same anyway.
-        jaxpr: a program; None for none.
+        is_model: whether it has a program, which is to be the same too.
 
     Raises:
         MeshError: there is a difference.
@@ -58,7 +58,7 @@ def check_same(tree: Any, jaxpr: Any = None) -> None:
     own = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and is_here(leaf)]
     own = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in own]
     arrays = [f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for x in own]
-    equations = [] if jaxpr is None else described(jaxpr)
+    equations = described(tree.program.jaxpr) if is_model else []
     texts = {
         "equations": "\n".join(equations),
         "shapes": " ".join(arrays),

@@ -148,7 +148,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         if mesh is None:
             mesh, (_, num_rows, reason) = default_mesh(target, chain_axis, num_chains)
         if mesh is None:
-            check_same(target, target.program.jaxpr)
+            check_same(target, is_model=True)
             return target, Layout(None, None, num_chains, reason)
     shards_chains = chain_axis in mesh.axis_names and num_rows is None
     layout = Layout(mesh, chain_axis if shards_chains else None, num_chains, reason)
@@ -159,7 +159,7 @@ def trace(trace_model: Callable[[], Any], mesh: Mesh | None, chain_axis: str, nu
         _check_mesh(mesh, _mesh_without_context(trace_model), error)
         raise
     _check_mesh(mesh, target.mesh, None)
-    check_same(target, target.program.jaxpr)
+    check_same(target, is_model=True)
     if num_rows is not None:
         target = _map_once(lambda leaf: put(leaf, row_sharding(leaf, num_rows, mesh)), target)
     return target, layout
