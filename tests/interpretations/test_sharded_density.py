@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks._cost import collectives, compile_gradient, cost
+from benchmarks._cost import collectives, compile_gradient, cost, leapfrog_collectives
 from benchmarks._density_models import CASES
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices: set PPLEFFECTS_TEST_DEVICES=4")
@@ -132,3 +132,47 @@ def test_collectives_are_counted_by_kind():
       %sum = f32[] add(%all-reduce.1, %all-reduce-done.2)
     """
     assert collectives(text) == {"all-reduce": 2, "all-gather": 1}
+
+
+def test_collectives_of_a_leapfrog_are_those_that_it_executes():
+    """Of the innermost loop around the gradient: its own, those of what it calls, and apart those of loops within."""
+    text = """
+%sum (a: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %a)
+}
+
+%gathers (p: f32[4]) -> f32[8] {
+  ROOT %g = f32[8]{0} all-gather(%p), dimensions={0}
+}
+
+%plain (p: f32[4]) -> f32[8] {
+  ROOT %b = f32[8]{0} broadcast(%p)
+}
+
+%inner.1 (c: f32[]) -> f32[] {
+  ROOT %r = f32[] all-reduce(%c), to_apply=%sum
+}
+
+%inner.10 (c: f32[]) -> f32[] {
+  %two = f32[] all-reduce(%c), to_apply=%sum
+  ROOT %r = f32[] all-reduce(%two), to_apply=%sum
+}
+
+%step (c: f32[]) -> f32[] {
+  %d = f32[] add(%c, %c), metadata={op_name="transpose(jvp(f))/add"}
+  %e = f32[8]{0} conditional(%i, %d, %d), branch_computations={%plain, %gathers}
+  %w = f32[] while(%d), condition=%sum, body=%inner.1
+  ROOT %r = f32[] all-reduce(%w), to_apply=%sum
+}
+
+%outer (c: f32[]) -> f32[] {
+  %m = f32[] all-reduce(%c), to_apply=%sum, metadata={op_name="transpose(jvp(f))/sum"}
+  ROOT %w = f32[] while(%m), condition=%sum, body=%step
+}
+
+ENTRY %main (c: f32[]) -> f32[] {
+  %a = f32[] while(%c), condition=%sum, body=%inner.10
+  ROOT %w = f32[] while(%a), condition=%sum, body=%outer
+}
+"""
+    assert leapfrog_collectives(text) == {"all-reduce": 1, "all-gather": 1, "all-reduce in a loop": 1}
