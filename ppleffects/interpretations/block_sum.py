@@ -55,14 +55,10 @@ def sum_over_blocks(
         reversible = while_p not in _jax.primitives_in(traced[0].jaxpr)
         total = _Blocks(first, reversible, length // rows, rows, axes).total()(*cast)
         for term in last:
-            total = total + term(*_cut(cast, axes, length - left, left))
+            pairs = zip(cast, axes, strict=True)
+            total = total + term(*(x if a is None else lax.slice_in_dim(x, -left, None, axis=a) for x, a in pairs))
         sums[key] = total
     return sums
-
-
-def _cut(operands: Sequence[Array], axes: RowAxes, start: Any, size: int) -> list[Array]:
-    pairs = zip(operands, axes, strict=True)
-    return [x if axis is None else lax.dynamic_slice_in_dim(x, start, size, axis=axis) for x, axis in pairs]
 
 
 def _term(traced: tracing.Traced, key: Axes, axes: frozenset[str]) -> Term:
@@ -106,7 +102,9 @@ class _Blocks:
         return sum_pairwise(terms)
 
     def _block(self, operands: Sequence[Array], number: Array) -> list[Array]:
-        return _cut(operands, self.axes, number * self.rows, self.rows)
+        pairs = zip(operands, self.axes, strict=True)
+        start = number * self.rows
+        return [x if a is None else lax.dynamic_slice_in_dim(x, start, self.rows, axis=a) for x, a in pairs]
 
     def _rule(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
         moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not SymbolicZero]

@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 
 import ppleffects as ppl
 
-N = 23
+N = 24
 TOLERANCE = 1e-10 if jax.config.jax_enable_x64 else 2e-4
 
 
@@ -296,7 +296,7 @@ def blocks_in_blocks(rows):
     return model
 
 
-ROWS = [5, 22, N]
+ROWS = [5, 6, 23]  # with some rows left, with none, and one block alone
 
 
 def close(found, expected):
@@ -325,7 +325,7 @@ def test_density_and_gradient(name, rows):
     assert any(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(plain(values, *args)[1]))
 
 
-@pytest.mark.parametrize("rows", [5, 22])
+@pytest.mark.parametrize("rows", [5])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode_and_second_derivatives(name, rows):
     build, args = CASES[name].build, CASES[name].args

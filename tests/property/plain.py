@@ -175,9 +175,10 @@ class Plain:
             inner_type, cs = self.inner(s.body, types, inside, (*frames, frame), reached)
             for found, c in zip(results, cs, strict=True):
                 found.append(c)
-        types["c"] = inner_type
-        for instance, found in zip(group, results, strict=True):
-            instance.c = sum(found) / s.size
+        if s.rows is None:
+            types["c"] = inner_type
+            for instance, found in zip(group, results, strict=True):
+                instance.c = sum(found) / s.size
 
     def scan(self, s, types, group, frames, reached):
         types["c"] = types["c"] | set(s.carry)

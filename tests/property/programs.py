@@ -143,11 +143,15 @@ class Given(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Vmap(Block):
-    """A vmap; ``maps``: the variables that are batched, ``x`` along ``axis``."""
+    """A vmap; ``maps``: the variables that are batched, ``x`` along ``axis``.
+
+    If there are ``rows``, its lanes are rows of ``ppl.blocked``, so many in a block, and ``c`` stays as it was.
+    """
 
     size: int = 2
     maps: tuple[str, ...] = ("x", "k")
     axis: int = 0
+    rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +280,22 @@ class Printer:
             entries.append(f"{name!r}: inside({family!r}, {raw})")
         return f"c = ppl.{s.kind}({s.id}, {{{', '.join(entries)}}})(c, x, k)\n"
 
+    def blocked(self, s):
+        rows = {v: self.lane_values(s, v) for v in s.maps} or {"_": f"jnp.zeros({s.size})"}
+        if "x" in rows and s.axis:
+            rows["x"] = f"jnp.stack([{rows['x']}, 2.0 * ({rows['x']})], axis=1)"
+        x = "x.sum()" if "x" in rows and s.axis else "x"
+        one = f"lambda {', '.join(rows)}: {s.id}(c, {x}, k)"
+        return f"ppl.blocked(lambda rows: jax.vmap({one})(*rows), {s.rows})(({', '.join(rows.values())},))\n"
+
+    def lane_values(self, s, v):
+        if v == "k":
+            return f"k + {self.int(s.id, (s.size,))}"
+        return f"{v} + {self.float(f'{s.id}{v}', (s.size,))}"
+
     def vmap(self, s):
+        if s.rows is not None:
+            return self.blocked(s)
         if not s.maps:
             return f"c = jax.vmap(lambda _: {s.id}(c, x, k))(jnp.zeros({s.size})).mean()\n"
         axes, args = [], []
@@ -284,12 +303,9 @@ class Printer:
             if v not in s.maps:
                 axes.append(None)
                 args.append(v)
-            elif v == "k":
-                axes.append(0)
-                args.append(f"k + {self.int(s.id, (s.size,))}")
             else:
                 axes.append(s.axis if v == "x" else 0)
-                args.append(f"{v} + {self.float(f'{s.id}{v}', (s.size,))}")
+                args.append(self.lane_values(s, v))
         if "x" in s.maps and s.axis:
             args[1] = f"jnp.stack([{args[1]}, 2.0 * ({args[1]})])"
             fn = f"lambda c, x, k: {s.id}(c, x.sum(), k)"

@@ -249,7 +249,9 @@ class Drawer:
         size = self.pick([2, 3, 1]) if here.visits * 3 <= MAX_VISITS else 1
         maps = self.pick([("x", "k"), ("c", "x", "k"), ("x",), ("c",), ("k",), ()])
         inside = here.but(visits=here.visits * size, lanes=bool(here.own))
-        return self.block(ast.Vmap, "vmap", here, inside, size=size, maps=maps, axis=self.pick([0, 1]))
+        rows = self.pick([None, None, 1, 2])
+        s, after = self.block(ast.Vmap, "vmap", here, inside, size=size, maps=maps, axis=self.pick([0, 1]), rows=rows)
+        return s, after if rows is None else here
 
     def scan(self, here):
         length = self.pick([2, 3, 1, 0]) if here.visits * 3 <= MAX_VISITS else 1
