@@ -40,6 +40,11 @@ class RowOrder:
     axes: tuple[str, ...]
     positions: slice | np.ndarray
 
+    @property
+    def is_trivial(self) -> bool:
+        """Whether rows lie as the caller has them."""
+        return isinstance(self.positions, slice) and self.num_rows == self.num_padded
+
     def sources(self, start: int, stop: int) -> np.ndarray:
         """For padded rows from ``start`` to ``stop`` the caller's row that each holds; padding holds the row before."""
         if isinstance(self.positions, slice):
@@ -126,7 +131,7 @@ def row_axes(model: Model, sites: Mapping[str, Site]) -> dict[str, RowAxis]:
     """The sites along whose values padded rows lie.
 
     Such a site has an axis as long as the padded rows. Its pieces lie on the shards along that axis, as the rows do; or
-    rows reach it that are sharded by the compiler. Of several tables of rows it is the one of which some reaches it.
+    it is no latent, and rows reach it that the compiler shards. Of several tables it is the one of which rows reach it.
 
     Args:
         model: a traced model, whose arguments and closed-over arrays are the very ones that were registered.
@@ -234,6 +239,8 @@ def _row_axis(site: Site, orders: list[RowOrder], reaching: frozenset[Any]) -> R
         evident = [order for order in fitting if order in reaching]
         if along and not evident:
             evident = fitting
+        if not along and site.kind == "sample":  # coefficients, say, as many as there are rows
+            evident = []
         if len(evident) > 1:
             raise MeshError(
                 f"axis {axis} of the site may hold the rows of either of two tables",

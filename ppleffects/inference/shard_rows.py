@@ -61,7 +61,7 @@ def shard_rows(
         The tree, each leaf with the sharding ``NamedSharding(mesh, P(axis))``, and the mask ``(row,)``, sharded alike.
 
     Raises:
-        MeshError: the mesh has no such axis, or a leaf is padded already.
+        MeshError: the mesh has no such axis, or a leaf is laid out already.
         ShapeError: there are no rows, or leaves have different numbers of them.
         DTypeError: a leaf is no array of numbers, or a number does not fit into the dtype that JAX has for it.
 
@@ -81,7 +81,7 @@ def shard_rows(
     else:
         num_shards = _size(mesh, axes)
         order, first = RowOrder(num_rows, -(-num_rows // num_shards) * num_shards, axes, slice(0, num_rows)), 0
-    rows = _place(tree, sharding, order, lambda start, stop: order.sources(start, stop) - first)
+    rows = _place("tree", tree, sharding, order, lambda start, stop: order.sources(start, stop) - first)
     return rows, _place_mask(sharding, order)
 
 
@@ -133,10 +133,10 @@ def shard_groups(
     row_order, group_order, local_group = _layout_of_groups(groups, num_groups, _size(mesh, axes), axes)
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     return GroupedRows(
-        rows=_place(tree, sharding, row_order, row_order.sources),
+        rows=_place("tree", tree, sharding, row_order, row_order.sources),
         mask=_place_mask(sharding, row_order),
-        group=_place(local_group[groups], sharding, row_order, row_order.sources, bookkeeping=True),
-        per_group=_place(per_group, sharding, group_order, group_order.sources),
+        group=_place("groups", local_group[groups], sharding, row_order, row_order.sources, bookkeeping=True),
+        per_group=_place("per_group", per_group, sharding, group_order, group_order.sources),
         group_mask=_place_mask(sharding, group_order),
     )
 
@@ -208,11 +208,13 @@ def _order_of_processes(num_rows: int, sharding: NamedSharding, axes: tuple[str,
     return RowOrder(before, num_shards * per_shard, axes, np.concatenate(positions)), first
 
 
-def _place(tree: Any, sharding: NamedSharding, order: RowOrder, sources: Sources, *, bookkeeping: bool = False) -> Any:
+def _place(
+    of: str, tree: Any, sharding: NamedSharding, order: RowOrder, sources: Sources, *, bookkeeping: bool = False
+) -> Any:
     """The tables of a tree on the mesh, and remembered."""
 
     def placed(path: Any, leaf: Any) -> Array:
-        array = place(_name("tree", path), leaf, order.num_padded, sharding, sources)
+        array = place(_name(of, path), leaf, order.num_padded, sharding, sources)
         register(array, order, bookkeeping=bookkeeping)
         return array
 
@@ -269,18 +271,18 @@ def _length(of: str, tree: Any, unit: str) -> int:
     Raises:
         DTypeError: a leaf is no array of numbers.
         ShapeError: they differ in it, there are none, or there is no leaf.
-        MeshError: a leaf is padded already.
+        MeshError: a leaf is laid out already.
     """
     lengths: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = _name(of, path)
         _check_numbers(name, leaf)
         known = registered(leaf)
-        if known is not None and known.order.num_padded != known.order.num_rows:
+        if known is not None and not known.order.is_trivial:
             raise MeshError(
-                f"{name} is padded already, and its padding would be taken for rows",
-                expected="a table as it was before ppl.shard_rows",
-                found=f"{known.order.num_rows} rows padded to {known.order.num_padded}",
+                f"{name} is laid out already, and its padding and order would be taken for the table's own",
+                expected="a table as it was before ppl.shard_rows or ppl.shard_groups",
+                found=f"{known.order.num_rows} rows laid out as {known.order.num_padded}",
                 fix="give the former table, or use the rows and the mask that there are",
             )
         lengths[name] = leaf.shape[0]

@@ -414,7 +414,12 @@ ERRORS = {
     "twice": (
         lambda mesh: ppl.shard_rows(ppl.shard_rows({"x": TEN}, mesh)[0], mesh),
         MeshError,
-        r"tree\['x'\] is padded already.*10 rows padded to 12.*the former table",
+        r"tree\['x'\] is laid out already.*10 rows laid out as 12.*the former table",
+    ),
+    "after groups": (
+        lambda mesh: ppl.shard_rows(ppl.shard_groups(TEN[:4], [3, 2, 1, 0], mesh).rows, mesh),
+        MeshError,
+        r"tree is laid out already.*4 rows laid out as 4",
     ),
     "groups of other rows": (
         lambda mesh: ppl.shard_groups(TEN, [0, 1], mesh),
