@@ -1,7 +1,8 @@
-"""Flights sampled on the devices of a CPU, one core to each: seconds for so many leapfrog steps, whenever asked.
+"""Flights sampled on the devices of a CPU, one core to each: the seconds of a leapfrog step, whenever asked.
 
 Run by ``scale.py`` with what is spread over the devices ("rows" or "chains") and the number of rows. Prints a line when
-the program is compiled, and then, for each line that it reads, one with the seconds of a call.
+the program is compiled, and then, for each line that it reads, one with the seconds of a leapfrog step of all chains,
+and those of all processors together.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ def main() -> None:
         chains, chunk = driver.advance_chains(target, chains, last, budget, record, **static)
         print("ready", int(np.asarray(chunk.iterations).max()), flush=True)
         for _ in sys.stdin:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             chains, chunk = driver.advance_chains(target, chains, last, budget, record, **static)
             jax.block_until_ready(chains)
-            seconds = time.perf_counter() - began
-            print(seconds / int(np.asarray(chunk.iterations).max()), flush=True)
+            seconds = time.perf_counter() - began, time.process_time() - worked
+            steps = int(np.asarray(chunk.iterations).max())
+            print(*(s / steps for s in seconds), flush=True)
 
 
 if __name__ == "__main__":

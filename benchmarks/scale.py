@@ -8,8 +8,9 @@ row's shard; and a latent for each group of 16 rows, on the group's shard. Bars:
 than 1.3, all-reduces do not grow, and there is no other collective.
 
 Run on 1, 2 and 4 devices of a CPU, a core to each while there are cores: 327,346 rows of flights, 4 chains, spread by
-rows or by chains. Processes are compiled once and take turns; each has its fastest turn. Bar: two devices are 1.7 times
-faster than one. It means nothing on a machine that has other work: the load is noted beside it.
+rows or by chains. Processes are compiled once and take turns; each has its fastest turn. Bars: two devices are 1.7 times
+faster than one, which says nothing on a machine that has other work, so that the load is noted; and the processors'
+seconds of both together, which waiting for each other is a part of, are no more than 2 / 1.7 times those of one.
 
     python benchmarks/scale.py [--parts compile,run] [--devices 2,8,64,512] [--rounds 20] [--json FILE]
 
@@ -78,12 +79,13 @@ class Worker:
             raise RuntimeError("a worker has ended")
         return line
 
-    def seconds(self) -> float:
-        """Of one leapfrog step of all chains."""
+    def seconds(self) -> tuple[float, float]:
+        """Of one leapfrog step of all chains, and of the processors together."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return float(self._read())
+        wall, processors = map(float, self._read().split())
+        return wall, processors
 
     def end(self) -> None:
         """Ends the process."""
@@ -94,7 +96,7 @@ class Worker:
 def run_in_turns(rounds: int) -> list[Row]:
     """Seconds per leapfrog step, by what is spread and over how many devices."""
     workers = {(spread, devices): Worker(spread, devices) for spread in ("rows", "chains") for devices in RUN_DEVICES}
-    found: dict[Any, list[float]] = {key: [] for key in workers}
+    found: dict[Any, list[tuple[float, float]]] = {key: [] for key in workers}
     load = os.getloadavg()[0]
     try:
         for _ in range(rounds):
@@ -104,10 +106,12 @@ def run_in_turns(rounds: int) -> list[Row]:
         for worker in workers.values():
             worker.end()
     loads = [round(load, 2), round(os.getloadavg()[0], 2)]
-    return [
-        {"spread": spread, "devices": devices, "seconds": min(times), "all": times, "load": loads}
-        for (spread, devices), times in found.items()
-    ]
+    rows = []
+    for (spread, devices), times in found.items():
+        wall, processors = zip(*times, strict=True)
+        best = {"seconds": min(wall), "processor_seconds": min(processors)}
+        rows.append({"spread": spread, "devices": devices, **best, "turns": times, "load": loads})
+    return rows
 
 
 def bar(name: str, value: float, limit: float, *, least: bool = False) -> Row:
@@ -133,10 +137,13 @@ def judge(compiled: list[Row], ran: list[Row]) -> list[Row]:
         figures.append(bar(f"all-reduces per leapfrog beyond those on {first['devices']} devices, {model}",
                            max(reduces) - reduces[0], 0))  # fmt: skip
     seconds = {(row["spread"], row["devices"]): row["seconds"] for row in ran}
+    work_of = {(row["spread"], row["devices"]): row["processor_seconds"] for row in ran}
     for spread in ("rows", "chains"):
         if (spread, 2) in seconds:
             ratio = seconds[spread, 1] / seconds[spread, 2]
             figures.append(bar(f"two devices are faster than one, by {spread}", ratio, 1.7, least=True))
+            work = work_of[spread, 2] / work_of[spread, 1]
+            figures.append(bar(f"work of all processors, two devices over one, by {spread}", work, 2 / 1.7))
     return figures
 
 
@@ -202,7 +209,11 @@ def main() -> None:
         ran = run_in_turns(options.rounds)
         for row in ran:
             milliseconds = 1e3 * row["seconds"]
-            print(f"{row['spread']:<7} on {row['devices']}: {milliseconds:.1f} ms per leapfrog, load {row['load']}")
+            processors = 1e3 * row["processor_seconds"]
+            print(
+                f"{row['spread']:<7} on {row['devices']}: {milliseconds:.1f} ms per leapfrog, "
+                f"{processors:.1f} ms of processors, load {row['load']}"
+            )
     figures = judge(compiled, ran)
     for figure in figures:
         verdict = "" if figure["met"] else "  MISSED"
