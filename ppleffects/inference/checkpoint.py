@@ -259,7 +259,8 @@ class Checkpoint:
         """Wait until the file system shows the folder that the first process has made."""
         until = time.monotonic() + SECONDS_TO_APPEAR
         while not self.path.exists():
-            os.listdir(self.path.parent)  # so that a network file system looks again
+            with contextlib.suppress(OSError):
+                os.listdir(self.path.parent)  # so that a network file system looks again
             if time.monotonic() > until:
                 raise CheckpointError(
                     "a process does not see the checkpoint that the first one has made",
