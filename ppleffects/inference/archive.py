@@ -172,10 +172,10 @@ def open_arrays(path: Path, group: str, num_rows: int) -> dict[str, zarr.Array]:
         axis = dims.index(DRAW)
         if array.shape[axis] != num_rows:
             array.resize((*array.shape[:axis], num_rows, *array.shape[axis + 1 :]))
-            if name == DRAW:
-                array[:] = np.arange(num_rows)
         if name != DRAW:
             arrays[name] = array
+        elif not np.array_equal(array[:], np.arange(num_rows)):  # also where a run was killed right after it had grown
+            array[:] = np.arange(num_rows)
     return arrays
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -98,39 +99,52 @@ def mcmc(
         DiagnosticsWarning: the diagnostics say that the draws should not be trusted.
     """
     given = Options(num_warmup, num_samples, num_chains, thinning, keep, groups, chunk_size, init, checkpoint)
-    options = given.checked(kernel, mesh)
+    return _Sampling(model, kernel, given.checked(kernel, mesh), mesh, chain_axis, coords, progress)
 
-    def run(key: Any, /, *args: Any, **kwargs: Any) -> xarray.DataTree:
-        typed_key = as_key(key)
-        target, layout = trace(lambda: make_target(model)(*args, **kwargs), mesh, chain_axis, num_chains)
+
+@dataclass(frozen=True)
+class _Sampling:
+    """What ``mcmc`` returns; its fields are as ``mcmc`` documents them."""
+
+    model: Callable
+    kernel: Kernel
+    options: Options
+    mesh: Mesh | None
+    chain_axis: str
+    coords: Mapping[str, Any] | None
+    progress: bool
+
+    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> xarray.DataTree:
+        """The draws of a run with this key, of the model with these arguments."""
+        typed_key, options, kernel = as_key(key), self.options, self.kernel
+        target, layout = trace(
+            lambda: make_target(self.model)(*args, **kwargs), self.mesh, self.chain_axis, options.num_chains
+        )
         kernel.check(target)
         axes = row_axes(target.model, target.sites)
         sites = restored_sites(target.sites, axes)
-        check_coords(sites, coords)
-        arguments = bind_arguments(model, args, kwargs)
-        own = dataclasses.replace(options, init=lay_out(init, target.sites, axes))
+        check_coords(sites, self.coords)
+        arguments, shown = bind_arguments(self.model, args, kwargs), self.progress and is_first()
+        own = dataclasses.replace(options, init=lay_out(options.init, target.sites, axes))
         about = {**_library(), **_seed(key, typed_key)}
         with (
             layout.context(),
-            opened(checkpoint, target, sites, layout, typed_key, kernel, options, arguments) as store,
+            opened(options.checkpoint, target, sites, layout, typed_key, kernel, options, arguments) as store,
         ):
-            shown = progress and is_first()
-            sampling = Run(kernel, own, layout, target, axes, progress=shown, checkpoint=store, about=about)
-            observed = {name: np.asarray(fetch(value)) for name, value in sampling.target.observed().items()}
+            run = Run(kernel, own, layout, target, axes, progress=shown, checkpoint=store, about=about)
+            observed = {name: np.asarray(fetch(value)) for name, value in run.target.observed().items()}
             observed = restore(observed, axes)
             data = {"observed_data": observed, "constant_data": constant_data(restore_arguments(arguments), observed)}
 
             def tree(groups: Mapping[str, Any], attrs: dict[str, Any]) -> xarray.DataTree:
-                return to_datatree({**groups, **data}, sites, coords=coords, attrs=attrs)
+                return to_datatree({**groups, **data}, sites, coords=self.coords, attrs=attrs)
 
-            with sampling.bar:
-                sampling.start(typed_key, arguments)
-                sampling.advance(lambda groups: tree(groups, sampling.attrs()))
-            report = sampling.report()
-            _tell(report, str(sampling.layout), complete=sampling.complete, progress=shown)
-            return sampling.result(tree, report.attrs())
-
-    return run
+            with run.bar:
+                run.start(typed_key, arguments)
+                run.advance(lambda groups: tree(groups, run.attrs()))
+            report = run.report()
+            _tell(report, str(run.layout), complete=run.complete, progress=shown)
+            return run.result(tree, report.attrs())
 
 
 def _seed(given: Any, key: Array) -> dict[str, Any]:

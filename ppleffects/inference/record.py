@@ -113,8 +113,8 @@ class Record:
             self._checkpoint.commit(state, specs, self.phases, self._series, seconds, attrs)
 
     def groups(self) -> dict[str, Mapping[str, np.ndarray]]:
-        """The draws that every chain has, by group."""
-        return {group: getattr(self.phases[phase], part).arrays() for group, (phase, part) in GROUPS.items()}
+        """The draws that every chain has, by group; those that have none are left out."""
+        return {group: series.arrays() for group, series in self._series.items() if series.length}
 
     @property
     def _keeps_warmup(self) -> bool:
