@@ -18,6 +18,8 @@ MODULES = [ppleffects, ppleffects.distributed, ppleffects.effects, ppleffects.er
 
 def public_names(module: types.ModuleType) -> set[str]:
     """The names that a module defines or exports, without its submodules and what `from __future__` leaves."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
     members = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return {name for name, value in members.items() if not inspect.ismodule(value) and name != "annotations"}
 

@@ -33,6 +33,7 @@ FILE = "model.py"  # what the programs of the page are called, in messages
 
 # What makes an exception and has no entry: why.
 NOT_ON_THE_PAGE = {
+    "distributed.initialize": "needs processes that do not find each other, see tests/inference/test_processes.py",
     "effects._jax.bind_rules.fwd": "what JAX raises, for forward mode through a custom_vjp function",
     "effects.context.Part.enter": "an abstract method",
     "effects.context.Part.inside": "an abstract method",
@@ -40,13 +41,17 @@ NOT_ON_THE_PAGE = {
     "effects.context.Part.rejoin": "an abstract method",
     "inference.checkpoint.Checkpoint._check": "needs a run that was kept, see tests/inference/test_checkpoint.py",
     "inference.checkpoint.Checkpoint._hold": "needs another process, as above",
+    "inference.checkpoint.Checkpoint._await": "needs several processes, see tests/inference/test_processes.py",
+    "inference.checkpoint.Checkpoint._check_commit": "needs several processes, as above",
     "inference.checkpoint._read_saved: ValueError": "becomes a CheckpointError",
     "inference.checkpoint._told": "needs a full disk, as above",
+    "inference.checksum.check_same": "needs several processes, as above",
     "inference.kernel.Hamiltonian._trajectories": "an abstract method",
     "inference.kernel.Hamiltonian._transition": "an abstract method",
     "inference.kernel.Hamiltonian._transition_of_blackjax": "an abstract method",
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
     "inference.placing._copy_from_devices": "needs several processes, see tests/inference/test_shard_rows.py",
+    "inference.processes.together": "needs several processes, as above",
     "inference.run.Run._check_density": "needs a run that was kept, see tests/inference/test_checkpoint.py",
     "inference.state_file._read_array: ValueError": "becomes a CheckpointError, as above",
     "inference.state_file.read": "needs a damaged file, as above",
