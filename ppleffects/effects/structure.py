@@ -115,6 +115,8 @@ def described(jaxpr: Jaxpr) -> list[str]:
 
 def _worded(value: Any) -> str:
     """A parameter or literal in words that tell nothing of this process."""
+    if hasattr(value, "eqns"):  # a program within a parameter
+        return "; ".join(described(getattr(value, "jaxpr", value)))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
         return f"{array.dtype}{list(array.shape)}{array.tobytes().hex() if array.size <= 4 else _digest(array)}"

@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax.test_util import check_grads
 
 import ppleffects as ppl
+from ppleffects.effects.structure import described
 
 N = 24
 TOLERANCE = 1e-10 if jax.config.jax_enable_x64 else 2e-4
@@ -514,6 +515,21 @@ def test_blocks_are_told_apart_from_what_is_compiled():
     y = jnp.ones(6)
     densities = [ppl.log_density(lambda y, w=w: model(y, w))({"a": 1.0}, y) for w in (1.0, 2.0)]
     close(densities[1] - densities[0], 6.0)
+
+
+def test_a_program_is_described_without_the_lines_of_its_sites():
+    """By this a checkpoint knows its program: a comment above it does not change it, the size of a block does."""
+
+    def words(source, rows=5):
+        scope: dict[str, Any] = {"ppl": ppl, "dist": dist}
+        exec(source, scope)
+        model = lambda y: ppl.blocked(scope["likelihood"], rows)(y)  # noqa: E731
+        return described(ppl.target(model)(jnp.zeros(N)).program.jaxpr)
+
+    source = 'def likelihood(y):\n    ppl.observe("y", dist.Normal(0.0, 1.0), y)\n'
+    assert words(source) == words(f"\n\n{source}")
+    assert words(source) != words(source, rows=6)
+    assert words(source) != words(source.replace("1.0", "2.0"))
 
 
 def test_one_compilation_for_all_data_of_one_shape():
