@@ -25,6 +25,7 @@ from typing import Any
 # So many seconds a process has to end by itself when another has died; so long an end may follow from another's.
 GRACE, CONSEQUENCE = 5.0, 60.0
 POLL, CONNECT, LINGER = 0.5, 30.0, 30.0
+MAX_LINE = 2**20
 
 
 class Lines:
@@ -43,7 +44,11 @@ class Lines:
         except OSError:
             return [], False
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line], bool(data)
+        try:
+            messages = [dict(json.loads(line)) for line in lines if line]
+        except (ValueError, TypeError):  # not one of them
+            return [], False
+        return messages, bool(data) and len(self._rest) < MAX_LINE
 
 
 class Peer:
