@@ -100,7 +100,7 @@ def _no_block(operands: Sequence[Any], error: Exception, source: str) -> ShapeEr
         f"a likelihood given to ppl.blocked runs on all rows, but not on {operands[0].shape[0]} of them",
         source=source,
         expected="a likelihood that gets everything with an entry for each row as data",
-        found=str(error).splitlines()[0],
+        found=(str(error) or type(error).__name__).splitlines()[0],
         fix="ppl.blocked(likelihood)((x, y)), where the likelihood takes x and y from its block and not by closure",
     )
 
