@@ -25,7 +25,10 @@ from typing import Any
 # So many seconds a process has to end by itself when another has died; so long an end may follow from another's.
 GRACE, CONSEQUENCE = 5.0, 60.0
 POLL, CONNECT, LINGER = 0.5, 30.0, 30.0
+# An exception may follow from a death that is told a moment later.
+PATIENCE = 1.0
 MAX_LINE = 2**20
+DIED = "died"
 
 
 class Lines:
@@ -85,10 +88,11 @@ class Watcher:
         self._parent = Lines(0)
         self._peers: list[Peer] = []
         self._checkpoint: str | None = None
-        self._raised = self._bye = self._done = False
-        # What has failed first; when to act on it; what failed here, and how long it is waited for what was first.
+        self._bye = self._told = self._done = self._closed = False
+        # What has failed first, from when that is sure, and when it ends the process beside; what has failed here, and
+        # how long it is waited for what was first.
         self._failure: dict[str, Any] | None = None
-        self._due = 0.0
+        self._sure = self._due = 0.0
         self._own_failure: dict[str, Any] | None = None
         self._answer_due = 0.0
         self._quiet_until = 0.0
@@ -102,7 +106,7 @@ class Watcher:
             self._connect()
         ended = None
         while True:
-            for key, _ in self._selector.select(POLL):
+            for key, _ in self._selector.select(POLL / 50 if self._closed and ended is None else POLL):
                 self._hear(key)
             now = time.monotonic()
             if ended is None and not self._is_alive():
@@ -110,10 +114,15 @@ class Watcher:
                 self._see_end()
             if self._own_failure is not None and self._failure is None and now >= self._answer_due:
                 self._learn(self._own_failure)
-            if self._failure is not None and not self._done and (ended is not None or now >= self._due):
-                self._act()
+            if self._failure is not None and now >= self._sure:
+                if self._listener is not None and not self._told:
+                    self._told = True
+                    self._tell(failed=self._failure)
+                if not self._done and (ended is not None or now >= self._due):
+                    self._act()
             if ended is not None:
-                settled = self._done or self._bye or now < self._quiet_until
+                well = self._bye and self._own_failure is None and self._failure is None
+                settled = self._done or well or now < self._quiet_until
                 serves = self._listener is not None and self._peers
                 if (settled and not serves) or now > ended + LINGER:
                     return
@@ -132,18 +141,18 @@ class Watcher:
     def _hear_parent(self) -> None:
         messages, is_open = self._parent.read()
         if not is_open:
+            self._closed = True
             self._selector.unregister(self._parent.descriptor)
         for message in messages:
             self._checkpoint = message.get("checkpoint", self._checkpoint)
             self._bye = self._bye or "bye" in message
             if "raised" in message:
-                self._raised = True
                 self._report({**self._about, "how": f"raised {message['raised']}"})
 
     def _see_end(self) -> None:
         """The process beside is gone: it has said why, or it has died."""
-        if not self._bye and not self._raised:
-            self._report({**self._about, "how": "died"})
+        if not self._bye and self._own_failure is None:
+            self._report({**self._about, "how": DIED})
         elif self._failure is None:
             self._tell(bye=True)
 
@@ -194,10 +203,12 @@ class Watcher:
 
     def _learn(self, failure: dict[str, Any]) -> None:
         """Take note of what has failed first."""
-        if self._failure is None and time.monotonic() >= self._quiet_until:
-            self._failure, self._due = failure, time.monotonic() + GRACE
-            if self._listener is not None:
-                self._tell(failed=failure)
+        now, raised = time.monotonic(), failure["how"] != DIED
+        if self._failure is None and now >= self._quiet_until:
+            self._sure = now + PATIENCE if raised and self._listener is not None else now
+            self._failure, self._due = failure, now + GRACE
+        elif self._failure is not None and now < self._sure and not raised:
+            self._failure, self._sure = failure, now
 
     def _lose(self, about: dict[str, Any]) -> None:
         """Say that a process may have died; what follows from that is not told again."""
@@ -216,7 +227,9 @@ class Watcher:
     def _act(self) -> None:
         """Say what was first, and end the process beside if it has not ended by itself."""
         failure, self._done = self._failure or {}, True
-        if not self._raised or failure["process"] == self._own["process"]:
+        own = self._own_failure or {"how": DIED}
+        is_other = failure["process"] != self._own["process"]
+        if not (is_other and failure["how"] == own["how"] != DIED):  # what all raise is told once
             _say(self._text(failure, f"{failure['how']}, and the others stop."))
         if self._is_alive():
             with contextlib.suppress(ProcessLookupError):

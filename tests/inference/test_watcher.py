@@ -126,6 +126,17 @@ def test_an_exception_is_told(waiting):
     assert "Its draws are lost" in waiting[1].said
 
 
+def test_what_follows_from_a_death_is_not_taken_for_the_cause(waiting):
+    waiting[0].tell(raised="RuntimeError: connection reset by peer")
+    waiting[0].tell(bye=True)
+    time.sleep(0.3)
+    waiting[1].process.kill()
+    for each in waiting:
+        each.process.wait(20)
+        assert each.watcher_ends(40)
+        assert each.said == who(1, waiting[1]) + "died, and the others stop.\n"
+
+
 def test_the_same_exception_in_all_is_told_once(waiting):
     for each in waiting:
         each.tell(raised="ValueError: no rows")
