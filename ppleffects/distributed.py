@@ -29,7 +29,7 @@ def initialize(
     """Bring this process together with the others that run the same script; called once, before anything is computed.
 
     It calls ``jax.distributed.initialize``, which finds what is not given under Slurm, Open MPI and Kubernetes and on
-    TPUs, and has CPUs talk to each other by gloo. A small program beside each process then watches: when a process
+    TPUs. A small program beside each process then watches: when a process
     dies, or ends by an exception, it says which one and how to go on, and ends the others some seconds later. A machine
     that is cut off is noticed after ``heartbeat_timeout_seconds``.
 
@@ -55,8 +55,6 @@ def initialize(
     if num_processes == 1 and coordinator_address is None:
         return
     _check_first()
-    if jax.config.jax_cpu_collectives_implementation is None:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
             coordinator_address,

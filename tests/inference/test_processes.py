@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import ppleffects as ppl
+from ppleffects.effects import _jax
 from ppleffects.errors import DistributedError, LayoutWarning
 from ppleffects.inference import processes, watch
 from ppleffects.inference.checksum import check_same, checksum
@@ -106,6 +107,12 @@ def test_both_have_the_same_bits(both):
     assert writes[0] > 0
     assert writes[1] == 0  # the checkpoint is the first one's
     assert_same_bits(both[0], both[1])
+
+
+def test_ctrl_c_in_one_ends_the_run_in_both(both):
+    found, whole = both[0]["interrupted/posterior/slope"], both[0]["chains/posterior/slope"]
+    assert 0 < found.shape[1] < whole.shape[1]
+    assert found.tobytes() == whole[:, : found.shape[1]].tobytes()
 
 
 @pytest.mark.parametrize("over", ["chains", "data"])
@@ -209,6 +216,13 @@ def test_a_process_is_killed_at_a_random_moment(tmp_path, both, number):
 def test_it_is_too_late_after_a_computation():
     with pytest.raises(DistributedError, match="too late"):
         ppl.distributed.initialize("localhost:1234", 2, 0)
+
+
+def test_what_jax_refuses_is_told(monkeypatch):
+    monkeypatch.setattr(_jax, "has_backends", lambda: False)
+    with pytest.raises(DistributedError, match=r"do not come together: .*\n.*\n  found: .*num_processes=2, "):
+        ppl.distributed.initialize("localhost:1234", 2, 0)
+    assert not jax.distributed.is_initialized()
 
 
 def test_one_process_needs_nothing():

@@ -5,6 +5,7 @@ It leaves what it found in ``FOLDER/SCENARIO-NUMBER.npz`` or ``.json``.
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -65,12 +66,27 @@ def arrays_of(tree) -> dict[str, np.ndarray]:
     return {f"{group}/{name}": x.values for group, node in tree.children.items() for name, x in node.data_vars.items()}
 
 
+def interrupted():
+    """A run during which the second process, and it alone, hears Ctrl-C."""
+    decided, calls = processes.decided, []
+
+    def hear(*told):
+        calls.append(told)
+        if len(calls) == 4 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return decided(*told)
+
+    with mock.patch.object(processes, "decided", hear):
+        return sample(mesh_of("chains"))
+
+
 def layouts(folder: Path) -> dict[str, np.ndarray]:
     """The same run on two meshes, one of them kept; another whose mesh is left to the rule."""
     with mock.patch.object(state_file, "write", wraps=state_file.write) as write:
         kept = sample(mesh_of("chains"), checkpoint=folder / "run.zarr")
     runs = {
         "chains": arrays_of(kept),
+        "interrupted": arrays_of(interrupted()),
         "data": arrays_of(sample(mesh_of("data"), local=True)),
         "plain": arrays_of(tree := ppl.mcmc(plain, **SHORT)(0, X, Y)),
     }
