@@ -44,6 +44,7 @@ NOT_ON_THE_PAGE = {
     "inference.checkpoint.Checkpoint._await": "needs several processes, see tests/inference/test_processes.py",
     "inference.checkpoint.Checkpoint._check_commit": "needs several processes, as above",
     "inference.checkpoint._read_saved: ValueError": "becomes a CheckpointError",
+    "inference.checkpoint._valid": "becomes a CheckpointError",
     "inference.checkpoint._told": "needs a full disk, as above",
     "inference.checksum.check_same": "needs several processes, as above",
     "inference.kernel.Hamiltonian._trajectories": "an abstract method",

@@ -19,7 +19,7 @@ from ppleffects.inference import archive, state_file
 from ppleffects.inference.checksum import check_same
 from ppleffects.inference.identity import Identity, identity_of
 from ppleffects.inference.processes import as_first, is_first, together, wait
-from ppleffects.inference.store import Phase
+from ppleffects.inference.store import COUNTS, Phase
 from ppleffects.inference.watch import running
 
 if TYPE_CHECKING:
@@ -317,6 +317,22 @@ def _encoded(saved: Saved) -> str:
     return json.dumps({"format": FORMAT, **saved._asdict(), "identity": identity})
 
 
+def _valid(saved: Saved) -> Saved:
+    """What was read, where it is of the kind that is written."""
+    num_chains = saved.identity.settings["num_chains"]
+    counts = [values for phase in saved.phases.values() for values in phase.values()]
+    rows = list(saved.rows.values())
+    if not (
+        all(type(number) is int and number >= 0 for number in (saved.commit, saved.num_samples, *sum(rows, [])))
+        and all(set(phase) == set(COUNTS) for phase in saved.phases.values())
+        and set(saved.phases) <= {"warm-up", "sampling"}
+        and all(len(values) == num_chains for values in [*counts, *rows])
+        and all(type(number) in (int, float) for values in counts for number in values)
+    ):
+        raise ValueError("counts of transitions or draws that no run has")
+    return saved
+
+
 def _read_saved(path: Path) -> Saved:
     try:
         fields = json.loads(archive.read_attrs(path)[ATTRIBUTE])
@@ -325,7 +341,7 @@ def _read_saved(path: Path) -> Saved:
             raise ValueError(f"format {found}, where this version reads {FORMAT}")
         program = tuple((path / FOLDER / "program.txt").read_text().split("\n"))
         identity = Identity(**fields.pop("identity"), program=program)
-        return Saved(identity=identity, **fields)
+        return _valid(Saved(identity=identity, **fields))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             "the path holds no checkpoint, or a damaged one",

@@ -395,6 +395,17 @@ def later_format(path):
     (path / "zarr.json").write_text(json.dumps(document))
 
 
+def changed_attribute(name, value):
+    def damage(path):
+        document = json.loads((path / "zarr.json").read_text())
+        attribute = checkpoint_module.ATTRIBUTE
+        saved = json.loads(document["attributes"][attribute])
+        document["attributes"][attribute] = json.dumps(saved | {name: value})
+        (path / "zarr.json").write_text(json.dumps(document))
+
+    return damage
+
+
 class _Bomb:
     def __reduce__(self):
         return Path.touch, (Path("/tmp/ppleffects-was-attacked"),)
@@ -407,6 +418,13 @@ DAMAGES = {
     "state of no end": (huge_state, "sampler's state in the checkpoint is damaged"),
     "no state": (no_state, "sampler's state in the checkpoint is damaged"),
     "a later format": (later_format, "format 99, where this version reads 1"),
+    "a path for a number": (
+        changed_attribute("commit", "../../../thesis"),
+        "counts of transitions or draws that no run",
+    ),
+    "other attributes": (changed_attribute("phases", {"sampling": {"append": [1]}}), "counts of transitions or draws"),
+    "too few chains": (changed_attribute("rows", {"posterior": [3]}), "counts of transitions or draws"),
+    "no counts": (changed_attribute("rows", 5), "holds no checkpoint, or a damaged one"),
 }
 
 
