@@ -8,13 +8,13 @@ row's shard; and a latent for each group of 16 rows, on the group's shard. Bars:
 than 1.3, all-reduces do not grow, and there is no other collective.
 
 Run on 1, 2 and 4 devices of a CPU, a core to each while there are cores: 327,346 rows of flights, 4 chains, spread by
-rows or by chains. Processes are compiled once and take turns; each has its fastest turn. Bars: two devices are 1.7 times
-faster than one, which says nothing on a machine that has other work, so that the load is noted; and the processors'
-seconds of both together, which waiting for each other is a part of, are no more than 2 / 1.7 times those of one.
+rows or by chains. Processes are compiled once and take turns; each has its fastest turn. Bars: two devices are 1.7
+times faster than one, which says nothing on a machine that has other work, so that the load is noted; and the seconds
+of all processors together, waiting for each other included, are no more than 2 / 1.7 times those of one device.
 
     python benchmarks/scale.py [--parts compile,run] [--devices 2,8,64,512] [--rounds 20] [--json FILE]
 
-The whole of it writes ``results/scale.json`` and ``results/scale.png``; a part of it only what ``--json`` names.
+Writes ``results/scale.json`` and ``results/scale.png``, or what ``--json`` names; a part that is not run stays there.
 """
 
 from __future__ import annotations
@@ -193,13 +193,14 @@ def main() -> None:
     parser.add_argument("--parts", default="compile,run")
     parser.add_argument("--devices", default="2,8,64,512")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    whole = options.parts == "compile,run" and options.devices == "2,8,64,512"
-    path = options.json or (RESULTS if whole else None)
+    path: Path = options.json
 
-    compiled, ran = [], []
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"compiled": [], "ran": []}
+    compiled, ran = before["compiled"], before["ran"]
     if "compile" in options.parts:
+        compiled = []
         print("model  devices  MB gradient MB sampler MFLOP gradient  collectives of a gradient and of a leapfrog")
         for model in MODELS:
             for devices in map(int, options.devices.split(",")):
@@ -218,13 +219,12 @@ def main() -> None:
     for figure in figures:
         verdict = "" if figure["met"] else "  MISSED"
         print(f"{figure['figure']:<75} {figure['value']:>8.3g}  bar {figure['bar']}{verdict}")
-    if path is not None:
-        about = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        versions = {name: metadata.version(name) for name in PACKAGES}
-        found = {"figures": figures, "compiled": compiled, "ran": ran, "versions": versions, **about}
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if compiled and ran:
-            plot(compiled, ran, path.with_suffix(".png"))
+    about = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    found = {"figures": figures, "compiled": compiled, "ran": ran, "versions": versions, **about}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if compiled and ran:
+        plot(compiled, ran, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
