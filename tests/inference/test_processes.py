@@ -64,8 +64,14 @@ def ends(running: list[subprocess.Popen], limit: float = LIMIT) -> list[int]:
             process.kill()
 
 
-def said(scenario: str, folder: Path, number: int) -> str:
-    return (folder / f"{scenario}-{number}.txt").read_text()
+def said(scenario: str, folder: Path, number: int, awaited: str = "") -> str:
+    """What a process has said, and the program beside it, for which there is some time after the process has ended."""
+    until = time.monotonic() + 20
+    while True:
+        text = (folder / f"{scenario}-{number}.txt").read_text()
+        if re.search(awaited, text) or time.monotonic() > until:
+            return text
+        time.sleep(0.1)
 
 
 def run(scenario: str, folder: Path) -> list[dict]:
@@ -162,9 +168,10 @@ def test_an_error_in_one_ends_the_other(tmp_path):
     codes = ends(running)
     assert 0 not in codes
     pid = (tmp_path / "pid-1").read_text()
+    line = rf"ppleffects: process 1 of 2 \(.*, pid {pid}\) raised ValueError: no rows"
     for number in range(2):
-        text = said("raising", tmp_path, number)
-        assert re.search(rf"ppleffects: process 1 of 2 \(.*, pid {pid}\) raised ValueError: no rows", text), text
+        text = said("raising", tmp_path, number, line)
+        assert re.search(line, text), text
     assert "Traceback" in said("raising", tmp_path, 1)
 
 
@@ -184,9 +191,9 @@ def killed(folder: Path, victim: int, seconds: float) -> float:
     lived = time.monotonic() - began
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] != 0
+    who = rf"ppleffects: process {victim} of 2 \(.*, pid {running[victim].pid}\) died"
     for number in range(2):
-        text = said("slowly", folder, number)
-        who = rf"ppleffects: process {victim} of 2 \(.*, pid {running[victim].pid}\) died"
+        text = said("slowly", folder, number, who)
         assert len(re.findall(who, text)) == 1, text
         assert f"To go on from {folder / 'run.zarr'}, run the same command again" in text
     return lived
