@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
 from benchmarks._cost import collectives, leapfrog_collectives
-from ppleffects.inference.adaptation import estimate, window_ends
+from ppleffects.inference.adaptation import MAX_SEARCH, adapt_step, estimate, start_search, window_ends
 from ppleffects.inference.chain import STATS, Window
 from ppleffects.inference.chunks import Plan
 from ppleffects.inference.coordinates import VECTOR, coordinates_of
@@ -147,6 +147,26 @@ def test_windows_end_before_the_last_draws_of_warm_up():
 
 COVARIANCE = np.array([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 4.0]])
 NUM_DEVICES = len(jax.devices())
+
+
+@pytest.mark.parametrize(("least", "expected"), [(-2.6, -3.0), (4.4, 5.0), (-100.0, -MAX_SEARCH)])
+def test_the_first_step_size_is_the_first_power_of_two_on_the_other_side_of_the_target(least, expected):
+    """With steps that are accepted below ``2 ** least``, and rejected above."""
+    step = start_search(jnp.zeros(()))
+    while bool(step.searching):
+        step = adapt_step(step, jnp.where(step.log_step < least * np.log(2.0), 1.0, 0.0), jnp.asarray(0.8))
+    np.testing.assert_allclose(step.log_step / np.log(2.0), expected, rtol=1e-12)
+    np.testing.assert_allclose(step.log_average, step.log_step)
+    assert step.number == 0
+
+
+@pytest.mark.parametrize("kernel", [ppl.NUTS(), ppl.HMC()], ids=str)
+def test_the_search_for_a_step_size_makes_no_draws(kernel):
+    stats = ppl.mcmc(normal, kernel, num_warmup=0, num_samples=6, num_chains=2, progress=False)(0)["sample_stats"]
+    assert stats["step_size"].shape == (2, 6)
+    assert (stats["step_size"] == stats["step_size"][:, :1]).all()
+    assert (np.log2(stats["step_size"][:, 0]) % 1 == 0).all() or isinstance(kernel, ppl.HMC)
+    assert (stats["n_steps"] > 1).any()
 
 
 def normal():
