@@ -308,7 +308,7 @@ def test_latents_on_the_shards_are_never_gathered(axis_type, metric, most):
             target, begun, number, number, number > 0, machine=machine, layout=layout, plan=plan
         )
     compiled = lowered.compile()
-    hlo = compiled.as_text()
+    hlo = compiled.as_text() or ""
     assert set(collectives(hlo)) == {"all-reduce"}
     # One for the density, one for the energy, one for all U-turns, and one for projections on directions.
     assert 1 <= leapfrog_collectives(hlo)["all-reduce"] <= most
