@@ -53,6 +53,7 @@ NOT_ON_THE_PAGE = {
     "inference.kernel.Hamiltonian.check: DiscreteLatentError": "ppl.target refuses first; for targets made elsewhere",
     "inference.placing._copy_from_devices": "needs several processes, see tests/inference/test_shard_rows.py",
     "inference.processes.together": "needs several processes, as above",
+    "inference.run.Run._resume": "needs a run that was kept, see tests/inference/test_checkpoint.py",
     "inference.run.Run._check_density": "needs a run that was kept, see tests/inference/test_checkpoint.py",
     "inference.state_file._read_array: ValueError": "becomes a CheckpointError, as above",
     "inference.state_file.read": "needs a damaged file, as above",

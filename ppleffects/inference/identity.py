@@ -19,6 +19,8 @@ from ppleffects.inference.layout import Layout
 from ppleffects.inference.options import Options
 from ppleffects.inference.rows import registered
 
+# In the layout: the shapes of latents along rows that are padded.
+PADDED = "padded latents"
 # Versions with which the same program may be compiled to other instructions.
 PACKAGES = ("ppleffects", "jax", "jaxlib", "numpyro")
 
@@ -93,6 +95,11 @@ def identity_of(
         "axis_types": [] if mesh is None else [kind.name for kind in mesh.axis_types],
         "chain_axis": layout.chain_axis,
         "processes": jax.process_count(),
+        PADDED: {
+            name: list(site.shape)
+            for name, site in target.sites.items()
+            if site.kind == "sample" and site.shape != sites[name].shape
+        },
         "device": f"{device.platform} {device.device_kind}",
         **{package: metadata.version(package) for package in PACKAGES if _is_installed(package)},
     }

@@ -20,6 +20,7 @@ from ppleffects.inference import processes, state_file
 from ppleffects.inference.checkpoint import Checkpoint, Saved
 from ppleffects.inference.chunks import Plan, run_chunk, run_start
 from ppleffects.inference.failure import check_starts
+from ppleffects.inference.identity import PADDED
 from ppleffects.inference.interrupt import Interrupt
 from ppleffects.inference.kernel import density_arguments
 from ppleffects.inference.layout import Layout
@@ -140,8 +141,15 @@ class Run:
         """Take the state of an earlier run."""
         find, args, static, _ = self._start_program(key)
         expected, _ = jax.eval_shape(partial(find, **static), *args)
-        arrays = state_file.read(checkpoint.state_path, expected, self._state_axes, self._options.num_chains)
         now, before = checkpoint.identity.layout, saved.identity.layout
+        if now[PADDED] != before[PADDED]:
+            raise CheckpointError(
+                "latents lie along rows that this mesh pads to another length than that of the checkpoint",
+                expected=f"{before[PADDED]}, as in {checkpoint.path}",
+                found=f"{now[PADDED]}",
+                fix="go on with as many shards of rows as before, on whatever devices",
+            )
+        arrays = state_file.read(checkpoint.state_path, expected, self._state_axes, self._options.num_chains)
 
         def spec_of(path: str, ndim: int) -> list[Any] | PartitionSpec | None:
             if now == before:

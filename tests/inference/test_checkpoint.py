@@ -21,7 +21,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import xarray
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ppleffects as ppl
@@ -541,6 +541,34 @@ def test_another_density_is_seen_on_another_layout(tmp_path, monkeypatch, mesh_2
     mesh = jax.make_mesh((4,), ("data",), axis_types=mesh_2x2.axis_types[:1])
     with pytest.raises(CheckpointError, match="the density differs|differs in: site more"):
         ppl.mcmc(changed, **(SHORT | {"mesh": mesh}), checkpoint=path)(0, Y)
+
+
+def test_latents_of_padded_rows_need_as_many_shards(tmp_path, monkeypatch):
+    """Five rows: six on two shards, eight on four."""
+
+    def padded(data, mask):
+        def body(data, mask):
+            local = ppl.sample("local", dist.Normal(jnp.zeros_like(data), 1.0), dims=("row",))
+            ppl.observe("y", dist.Normal(local, 1.0), data, mask=mask)
+
+        jax.shard_map(body, in_specs=(P("data"), P("data")), out_specs=P())(data, mask)
+
+    def rows(size):
+        mesh = jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,))
+        return mesh, ppl.shard_rows(Y[:5], mesh)
+
+    path, settings = tmp_path / "run.zarr", SHORT | {"num_chains": 1}
+    mesh, arguments = rows(2)
+    with monkeypatch.context() as patch:
+        ended(patch, "sampling", 2, crash)
+        with pytest.raises(Crash):
+            ppl.mcmc(padded, **settings, mesh=mesh, checkpoint=path)(0, *arguments)
+    wide, others = rows(4)
+    with pytest.raises(CheckpointError, match=r"another length.*\n.*\[6\].*\n.*\[8\]"):
+        ppl.mcmc(padded, **settings, mesh=wide, checkpoint=path)(0, *others)
+    tree = ppl.mcmc(padded, **settings, mesh=mesh, checkpoint=path)(0, *arguments)
+    assert_same(tree, ppl.mcmc(padded, **settings, mesh=mesh)(0, *arguments))
+    assert tree.posterior["local"].shape == (1, 60, 5)
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
