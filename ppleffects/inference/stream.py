@@ -40,7 +40,12 @@ class Chunk(NamedTuple):
     draws: Draws
 
 
-@partial(jax.jit, static_argnames=("machine", "layout", "max_tries", "strategies"))
+# It runs once and briefly, so that it should rather compile fast: at XLA's highest level, 3, it takes twice as long.
+@partial(
+    jax.jit,
+    static_argnames=("machine", "layout", "max_tries", "strategies"),
+    compiler_options={"xla_backend_optimization_level": 2},
+)
 def begin_chains(
     target: Any, key: Array, chains: Array, given: dict[str, Array], metric: Metric | None = None, *, machine: Machine,
     layout: Layout, max_tries: int, strategies: Strategies = (),
