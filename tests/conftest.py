@@ -88,6 +88,13 @@ def _is_strict(path: str) -> bool:
     return own and not any(Path(path).is_relative_to(ROOT / folder) for folder in loose)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs():
+    """Each compiled program takes memory maps, of which Linux gives a process 65,530; beyond them it crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _float32_tolerance(monkeypatch):
     """Without 64-bit floats numbers are compared to the precision that is promised there."""

@@ -29,7 +29,7 @@ FORMAT = 1
 # What this is in the attributes of the store, and the folder in it that is no part of the tree.
 ATTRIBUTE, FOLDER = "ppleffects_checkpoint", "sampler"
 # Draws are written when so many seconds have passed, and at most so small a share of the time.
-MIN_SECONDS, MAX_SHARE = 1.0, 0.02
+MIN_SECONDS, MAX_SHARE = 1.0, 0.01
 # A network file system may show what another machine has written so many seconds later.
 SECONDS_TO_APPEAR = 60.0
 
@@ -148,6 +148,10 @@ class Checkpoint:
         """Whether it is time to write."""
         return time.monotonic() - self._last >= max(MIN_SECONDS, self._cost / MAX_SHARE)
 
+    def took(self, seconds: float) -> None:
+        """Know how long it has taken to write now, the state's way to the host included."""
+        self._last, self._cost = time.monotonic(), seconds
+
     def commit(
         self,
         state: dict[str, np.ndarray],
@@ -167,7 +171,6 @@ class Checkpoint:
             seconds: time spent, by phase.
             attrs: attributes of the tree.
         """
-        began = time.monotonic()
 
         def write() -> None:
             written = [path for part in series.values() for path in part.flush()]
@@ -196,8 +199,6 @@ class Checkpoint:
                     part.forget()
 
         together(act)
-        self._last = time.monotonic()
-        self._cost = self._last - began
 
     def publish(self, attrs: dict[str, Any]) -> None:
         """Show readers these attributes, and the draws of the last commit of this run if there was one."""

@@ -324,8 +324,10 @@ class Run:
     def _commit(self) -> None:
         """Write draws and state to the checkpoint, where there is one."""
         if self._checkpoint is not None:
+            began = time.monotonic()
             arrays = state_file.host_copy(self._state, self._state_axes, self._options.num_chains)
             self._record.commit(arrays, state_file.spec_names(self._state), self.seconds, self.attrs())
+            self._checkpoint.took(time.monotonic() - began)
 
     @property
     def _state_axes(self) -> Any:
