@@ -140,7 +140,7 @@ class Run:
     def _resume(self, checkpoint: Checkpoint, saved: Saved, key: Array) -> None:
         """Take the state of an earlier run."""
         find, args, static, _ = self._start_program(key)
-        expected, _ = jax.eval_shape(partial(find, **static), *args)
+        expected, _ = find.eval_shape(*args, **static)
         now, before = checkpoint.identity.layout, saved.identity.layout
         if now[PADDED] != before[PADDED]:
             raise CheckpointError(
