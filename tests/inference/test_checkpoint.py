@@ -71,6 +71,14 @@ def _written_after_each_call(monkeypatch):
     monkeypatch.setattr(checkpoint_module, "MAX_SHARE", 1e9)
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard():
+    """Also where the tests run in the background of a shell, which lets programs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def whole():
     """A run that nothing interrupts, for each kernel."""

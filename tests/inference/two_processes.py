@@ -143,6 +143,7 @@ def raising(folder: Path) -> dict[str, str]:
 
 def main(scenario: str, folder: Path, address: str, number: int) -> None:
     """Run a scenario and leave its result."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell lets programs ignore it
     ppl.distributed.initialize(address, 2, number, initialization_timeout=120)
     found: dict[str, Any] = {f.__name__: f for f in (layouts, refusals, slowly, resumed, raising)}[scenario](folder)
     if all(isinstance(value, str) for value in found.values()):
