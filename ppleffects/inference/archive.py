@@ -121,13 +121,19 @@ class StoredSeries:
 
 
 class _Read(Mapping):
-    """Arrays by name that are read when they are asked for."""
+    """Arrays by name that are read when they are asked for; the last one is kept, no more."""
 
     def __init__(self, arrays: dict[str, zarr.Array], length: int):
         self._arrays, self._length = arrays, length
+        self._last: tuple[str, np.ndarray | None] = ("", None)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return np.asarray(self._arrays[name][:, : self._length])
+        kept, array = self._last
+        if array is None or kept != name:
+            self._last = ("", None)  # so that two are never held
+            array = np.asarray(self._arrays[name][:, : self._length])
+            self._last = (name, array)
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -146,6 +152,7 @@ def create(path: Path, template: xarray.DataTree) -> None:
                 for name, x in node.data_vars.items()
                 if DRAW in x.dims
             }
+            encoding[node.path][DRAW] = {"chunks": (CHUNK_BYTES // 8,), "compressors": None}
     with _quiet():
         template.to_zarr(
             path, zarr_format=3, mode="w-", consolidated=True, encoding=encoding, write_inherited_coords=False
