@@ -264,7 +264,7 @@ def test_without_check_vma_and_with_specs(axis_type):
 
 
 def test_rows_that_do_not_divide_and_axes_that_are_not_there(mesh_data):
-    with pytest.raises(ppl.errors.MeshError, match=r"at test_meshes.py:\d+: the rows .*\n(.*\n)*.*mask="):
+    with pytest.raises(ppl.errors.MeshError, match=r"at test_meshes.py:\d+: the rows .*\n(.*\n)*.*shard_rows"):
         ppl.log_density(hierarchical(mesh=mesh_data))({**VALUES, "own": jnp.zeros(7)}, X[:7])
     with pytest.raises((ValueError, ppl.errors.PPLError), match="rows"):
         jax.shard_map(lambda x: x, mesh=mesh_data, in_specs=P("rows"), out_specs=P("rows"))(X)
