@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -414,9 +415,12 @@ def changed_attribute(name, value):
     return damage
 
 
+ATTACKED = Path(tempfile.gettempdir()) / "ppleffects-was-attacked"
+
+
 class _Bomb:
     def __reduce__(self):
-        return Path.touch, (Path("/tmp/ppleffects-was-attacked"),)
+        return Path.touch, (ATTACKED,)
 
 
 DAMAGES = {
@@ -445,7 +449,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, monkeypatch, name):
     with pytest.raises(CheckpointError, match=message):
         ppl.mcmc(model, **SHORT, checkpoint=path)(0, Y)
     assert {x: y for x, y in files(path).items() if x.name != "lock"} == before
-    assert not Path("/tmp/ppleffects-was-attacked").exists()
+    assert not ATTACKED.exists()
 
 
 def test_an_attack_would_work_on_a_loader_that_unpickles(tmp_path):
