@@ -105,3 +105,31 @@ def record(model: Callable, kernel: Any, data: tuple, **settings: Any) -> tuple[
             return ppl.mcmc(model, kernel, progress=False, **settings)(0, *data), recorder
     finally:
         driver.advance_chains = program
+
+
+class _Stop(Exception):
+    """Ends a run before its first leapfrog."""
+
+
+class _Halt(Recorder):
+    """Stands for ``advance_chains``, and ends the run."""
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        """Notes the arguments."""
+        self.arguments = args, static
+        raise _Stop
+
+
+def first_call(run: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of the first call of ``advance_chains`` in a run, which then ends."""
+    program = driver.advance_chains
+    halt = _Halt(program, 0)
+    driver.advance_chains = halt  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        run()
+    except _Stop:
+        assert halt.arguments is not None
+        return halt.arguments
+    finally:
+        driver.advance_chains = program
+    raise RuntimeError("the run made no leapfrog")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from _cost import collectives, leapfrog_collectives
-from _leapfrog_record import Recorder
+from _leapfrog_record import first_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,19 +22,6 @@ import ppleffects as ppl
 from ppleffects.inference import run as driver
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-
-
-class Stop(Exception):
-    """Ends a run before its first leapfrog."""
-
-
-class Halt(Recorder):
-    """Stands for ``advance_chains``, and ends the run."""
-
-    def __call__(self, *args: Any, **static: Any) -> Any:
-        """Notes the arguments."""
-        self.arguments = args, static
-        raise Stop
 
 
 def shard(mean: jax.Array, y: jax.Array) -> None:
@@ -51,17 +38,7 @@ def model(y: jax.Array) -> None:
 
 def halted(y: jax.Array, metric: str) -> tuple[tuple, dict[str, Any]]:
     """Arguments of the first call of ``advance_chains``."""
-    program = driver.advance_chains
-    halt = Halt(program, 0)
-    driver.advance_chains = halt  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        ppl.mcmc(model, ppl.NUTS(metric=metric), num_chains=1, progress=False)(0, y)
-    except Stop:
-        assert halt.arguments is not None
-        return halt.arguments
-    finally:
-        driver.advance_chains = program
-    raise RuntimeError("the run made no leapfrog")
+    return first_call(lambda: ppl.mcmc(model, ppl.NUTS(metric=metric), num_chains=1, progress=False)(0, y))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _leapfrog_record import Recorder
+from _leapfrog_record import first_call
 from _scale_models import flights, flights_rows
 from jax.sharding import AxisType
 
@@ -25,33 +25,10 @@ NUM_CHAINS, LEAPFROGS = 4, 8
 KERNEL = ppl.HMC(step_size=1e-3, adapt_step_size=False, adapt_mass_matrix=False, max_num_steps=LEAPFROGS)
 
 
-class Stop(Exception):
-    """Ends a run before its first leapfrog."""
-
-
-class Halt(Recorder):
-    """Stands for ``advance_chains``, and ends the run."""
-
-    def __call__(self, *args: Any, **static: Any) -> Any:
-        """Notes the arguments."""
-        self.arguments = args, static
-        raise Stop
-
-
-def first_call(model: Any, data: tuple, mesh: jax.sharding.Mesh) -> tuple[tuple, dict[str, Any]]:
+def halted(model: Any, data: tuple, mesh: jax.sharding.Mesh) -> tuple[tuple, dict[str, Any]]:
     """Arguments of the first call of ``advance_chains``."""
-    program = driver.advance_chains
-    halt = Halt(program, 0)
-    driver.advance_chains = halt  # pyright: ignore[reportAttributeAccessIssue]
     settings: dict[str, Any] = {"num_warmup": 0, "num_samples": 2**20, "num_chains": NUM_CHAINS, "chunk_size": 16}
-    try:
-        ppl.mcmc(model, KERNEL, mesh=mesh, progress=False, **settings)(0, *data)
-    except Stop:
-        assert halt.arguments is not None
-        return halt.arguments
-    finally:
-        driver.advance_chains = program
-    raise RuntimeError("the run made no leapfrog")
+    return first_call(lambda: ppl.mcmc(model, KERNEL, mesh=mesh, progress=False, **settings)(0, *data))
 
 
 def main() -> None:
@@ -65,7 +42,7 @@ def main() -> None:
     def make(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
         return rng.normal(size=shape) if dtype is np.float64 else rng.integers(0, below, shape).astype(dtype)
 
-    (target, chains, *_), static = first_call(flights(mesh), ppl.shard_rows(flights_rows(num_rows, make), mesh), mesh)
+    (target, chains, *_), static = halted(flights(mesh), ppl.shard_rows(flights_rows(num_rows, make), mesh), mesh)
     last, budget, record = np.int32(2**30), np.int32(LEAPFROGS), np.bool_(False)
     with jax.set_mesh(mesh):
         chains, chunk = driver.advance_chains(target, chains, last, budget, record, **static)
