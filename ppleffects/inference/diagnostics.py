@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -53,13 +53,15 @@ def selection(posterior: Draws) -> tuple[list[tuple[str, tuple[int, ...]]], int]
     return chosen, total
 
 
-def convergence(scalars: list[np.ndarray], num_draws: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """R-hat, bulk and tail ESS of each scalar; NaN for constants and where there are too few draws."""
+def convergence(
+    scalars: Iterable[np.ndarray], num_scalars: int, num_draws: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """R-hat, bulk and tail ESS of each scalar, taken one by one; NaN for constants and where there are too few draws."""
     from arviz_stats.base.array import array_stats  # imported when used: it costs a second
 
-    results = np.full((3, len(scalars)), np.nan)
+    results = np.full((3, num_scalars), np.nan)
     for number, draws in enumerate(scalars if num_draws >= MIN_DRAWS else []):
-        values = np.asarray(draws, float)
+        values = np.ascontiguousarray(draws, float)
         if not np.isfinite(values).all() or np.ptp(values) == 0:
             continue
         with np.errstate(divide="ignore"):  # chains that stand still, each elsewhere: R-hat is infinite

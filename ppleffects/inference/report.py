@@ -131,9 +131,8 @@ def diagnose(
     """
     num_chains, num_draws = energy.shape
     chosen, num_scalars = diagnostics.selection(posterior)
-    rhat, bulk, tail = diagnostics.convergence(
-        [np.array(posterior[name][:, :, *index]) for name, index in chosen], num_draws
-    )
+    scalars = (posterior[name][:, :, *index] for name, index in chosen)
+    rhat, bulk, tail = diagnostics.convergence(scalars, len(chosen), num_draws)
     names = [f"{name}[{', '.join(map(str, index))}]" if index else name for name, index in chosen]
     worst_rhat, worst_bulk, worst_tail = (diagnostics.worst(names, values) for values in (-rhat, bulk, tail))
     bfmi = diagnostics.bfmi(energy)
