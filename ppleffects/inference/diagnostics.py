@@ -18,6 +18,11 @@ MIN_DRAWS = 8
 MIN_MOVES, APART = 0.05, 3.0
 
 
+def load() -> None:
+    """Import what the diagnostics are computed with, which takes a second: while something is compiled."""
+    import arviz_stats.base.array  # noqa: F401
+
+
 def _difference(array: np.ndarray) -> np.ndarray:
     """The variance between the halves of chains over that within, for each scalar; NaN where nothing varies."""
     half, size = array.shape[1] // 2, math.prod(array.shape[2:])

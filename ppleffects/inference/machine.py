@@ -98,7 +98,15 @@ class Machine(NamedTuple):
 
         return jax.jit(jax.value_and_grad(log_density))
 
-    def init(self, target: Any, positions: dict[str, Array], key: Array, metric: Metric | None = None) -> Chain:
+    def init(
+        self,
+        target: Any,
+        positions: dict[str, Array],
+        key: Array,
+        metric: Metric | None = None,
+        *,
+        points: tuple[Array, dict[str, Array]] | None = None,
+    ) -> Chain:
         """A chain that tries some unconstrained positions as its start, given on a leading axis.
 
         Args:
@@ -106,9 +114,14 @@ class Machine(NamedTuple):
             positions: unconstrained values by site. ``(start, *site)``
             key: the chain's key.
             metric: what to begin with; the identity by default.
+            points: log-densities and gradients there, where they are known; computed otherwise.
         """
-        packed = jax.vmap(self.coordinates.pack)(positions)
-        log_density, gradient = jax.vmap(self.density(target))(packed)
+        pack = jax.vmap(self.coordinates.pack)
+        packed = pack(positions)
+        if points is None:
+            log_density, gradient = jax.vmap(self.density(target))(packed)
+        else:
+            log_density, gradient = points[0], pack(points[1])
         log_steps = jnp.full_like(log_density, 0.0 if self.step_size is None else np.log(self.step_size))
         trials = Trials(Point(packed, log_density, gradient, log_density), log_steps)
         point, log_step = _row(trials, 0)

@@ -6,6 +6,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ppleffects.errors import CheckpointError, LayoutWarning
-from ppleffects.inference import processes, state_file
+from ppleffects.inference import diagnostics, processes, state_file
+from ppleffects.inference.ahead import compile_ahead, is_uncommitted
 from ppleffects.inference.checkpoint import Checkpoint, Saved
 from ppleffects.inference.chunks import Plan, run_chunk, run_start
 from ppleffects.inference.failure import check_starts
@@ -69,6 +71,7 @@ class Run:
         self._checkpoint, self._about = checkpoint, about
         self._plan: Plan = options.plan(target)
         self._state: Any = None
+        self._compiling: Future | None = None
         self._machine: Machine | None = kernel.machine(target, int(options.num_warmup), drawn=options.init in DRAWN)
         self._calls = _CallSize(options, self._plan)
         self._budget = _Budget(fixed=options.chunk_size is not None)
@@ -119,6 +122,11 @@ class Run:
         find, args, static, given = self._start_program(key)
         if layout.waits_on_permutes and _permutes(find.lower(*args, **static)):
             return False
+        if is_uncommitted(args):
+            finding = compile_ahead(find, args, static)
+            self._state, _ = find.eval_shape(*args, **static)
+            self._compiling = compile_ahead(*self._program(0, record=False))
+            finding.result()
         self._state, start = find(*args, **static)
         check_starts(self.target, start, layout, arguments, given.values)
         if layout.waits_on_permutes:
@@ -200,7 +208,10 @@ class Run:
             return
         try:
             began = time.perf_counter()
-            blank = self._call(0, record=False)  # compiles
+            diagnostics.load()
+            if self._compiling is not None:
+                self._compiling.result()
+            blank = self._call(0, record=False)  # compiles where that is not done
             self.seconds["compiling"] += time.perf_counter() - began
             self._record.open(*self._parts(blank), make_tree)
             with Interrupt() as interrupt:

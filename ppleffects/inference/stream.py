@@ -75,8 +75,9 @@ def begin_chains(
             return find_start(target, own, given, max_tries, strategies, machine.coordinates)
 
         starts = jax.lax.map(search, jnp.arange(number))  # one by one: some memory per row of data is that of one chain
-        positions, first = _sane(starts, machine.num_trials)
-        return machine.init(target, positions, chain_key, metric), first
+        tried, first = _sane(starts, machine.num_trials)
+        points = tried.log_density, tried.gradient
+        return machine.init(target, tried.position, chain_key, metric, points=points), first
 
     def shard(
         target: Any, key: Array, metric: Metric | None, chains: Array, given: dict[str, Array]
@@ -128,8 +129,8 @@ def advance_chains(
     return run(target, chains, last, budget, record_warmup)
 
 
-def _sane(starts: Start, count: int) -> tuple[dict[str, Array], Start]:
-    """The positions of the first starts that are not absurdly worse than the best, and the first of these starts."""
+def _sane(starts: Start, count: int) -> tuple[Start, Start]:
+    """The first starts that are not absurdly worse than the best, each found one, and the first of all."""
     log_density = jnp.where(starts.found, starts.log_density, -jnp.inf)
     best = jnp.max(log_density)
     absurd = ~(log_density >= best - ABSURD * (1 + jnp.abs(best)))
@@ -137,10 +138,10 @@ def _sane(starts: Start, count: int) -> tuple[dict[str, Array], Start]:
     chosen = jax.tree.map(lambda x: x[order], starts)
     first = jax.tree.map(lambda x: x[0], chosen)
 
-    def whole(positions: Array) -> Array:
-        return jnp.where(chosen.found.reshape(-1, *[1] * (positions.ndim - 1)), positions, positions[:1])
+    def whole(values: Array) -> Array:
+        return jnp.where(chosen.found.reshape(-1, *[1] * (values.ndim - 1)), values, values[:1])
 
-    return jax.tree.map(whole, chosen.position), first
+    return jax.tree.map(whole, chosen), first
 
 
 def _buffers(chains: Chain, num_stats: int, num_rows: int) -> Rows:
