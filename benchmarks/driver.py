@@ -1,8 +1,8 @@
 """What the driver costs: beside its compiled program, in memory, and until a first posterior is there.
 
 - first: eight schools, 4 chains, 1000 + 1000, in a new process, from the imports to the summary; NumPyro's beside it,
-  and both again with JAX's compilation cache filled. Seconds on the clock, and seconds of the processor, which other
-  programs disturb less.
+  both again with JAX's compilation cache filled, and the imports that either needs. Seconds on the clock, and seconds
+  of the processor, which other programs disturb less.
 - import: ``import ppleffects`` beside ``import jax, numpyro``.
 - loop: flights of so many rows, progress and checkpoint on: the share of the time in which no program runs, and
   the time of all calls beside one call that does the same.
@@ -104,6 +104,7 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
             in_a_new_process(code, cache)
             programs[name] = lambda code=code: in_a_new_process(code)
             programs[f"{name}, cached"] = lambda code=code, cache=cache: in_a_new_process(code, cache)
+        programs["imports alone"] = lambda: in_a_new_process("import jax, numpyro, arviz")
         return beside(alternating(programs, options.repeats), "numpyro vectorized", "numpyro sequential")
 
 

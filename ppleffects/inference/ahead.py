@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,3 +33,15 @@ def compile_ahead(program: Any, args: tuple, static: dict[str, Any]) -> Future:
 def is_uncommitted(tree: Any) -> bool:
     """Whether the arrays are on no device by anybody's wish, so that shapes alone tell what is to be compiled."""
     return not any(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Tracing and imports make many objects that stay: to look for dead ones among them takes a tenth of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

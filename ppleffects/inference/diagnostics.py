@@ -61,7 +61,7 @@ def selection(posterior: Draws) -> tuple[list[tuple[str, tuple[int, ...]]], int]
 def convergence(
     scalars: Iterable[np.ndarray], num_scalars: int, num_draws: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """R-hat, bulk and tail ESS of each scalar, taken one by one; NaN for constants and where there are too few draws."""
+    """R-hat, bulk and tail ESS of scalars, taken one by one; NaN for constants and where there are too few draws."""
     from arviz_stats.base.array import array_stats  # imported when used: it costs a second
 
     results = np.full((3, num_scalars), np.nan)

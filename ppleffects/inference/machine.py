@@ -46,6 +46,8 @@ MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
 # The acceptance probability that step sizes are adapted to. A window of which a trajectory diverges halves its distance
 # from 1, down to a least; the first windows, whose metric is a rough one, do not count.
 TARGET_ACCEPT, CAREFUL, CAREFUL_FROM = 0.8, 0.95, 120
+# Where numbers that a chain's key is folded with are in their upper half.
+UPPER = np.uint32(2**31)
 # What changes only between stretches of leapfrog steps.
 FIXED = ("metric", "target", "trials", "noise", "key")
 # What of a trajectory is nothing when it begins, and what of a chain may change when a window ends.
@@ -350,39 +352,33 @@ class Machine(NamedTuple):
         )
 
     def _noise(self, key: Array, number: Array) -> Noise:
-        """What trajectories from this number on begin with; a site's depends on no other, nor on where it lies."""
-        length, dtype = self._noise_length, jnp.result_type(float)
-        block = _quotient(number, length)
-        own, paths = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2, dtype=jnp.uint32))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(paths, block * length + jnp.arange(length))
-        uniform = self._uniform(jax.random.fold_in(own, block))
-        packed = self.coordinates.pack_rows(lambda name, shape: uniform[name].reshape(length, *shape))
-        momenta = jax.tree.map(lambda u: np.asarray(np.sqrt(2), dtype) * jax.lax.erf_inv(u), packed)
-        return Noise(momenta, uniform[VECTOR].reshape(length) < 0, keys)
+        """What trajectories from this number on begin with; a site's depends on no other, nor on where it lies.
 
-    def _uniform(self, key: Array) -> dict[str, Array]:
-        """Numbers in (-1, 1) for each latent, a row for each trajectory, and one more by no site's name.
-
-        Those of replicated latents of one size are drawn at once: it is one program to compile.
+        Replicated latents of one size are drawn at once: it is one program to compile.
         """
-        dtype = jnp.result_type(float)
-        least = float(np.nextafter(np.asarray(-1, dtype), np.asarray(0, dtype)))
-        alike: dict[Any, list[str]] = {1: [VECTOR]}
-        for name, shape, _ in self.coordinates.replicated:
-            alike.setdefault(math.prod(shape), []).append(name)
-        names = [name for group in alike.values() for name in group]
-        names += [name for name, *_ in self.coordinates.sharded]
-        digests = jnp.asarray([name_digest(name) for name in names], jnp.uint32)
-        keys = dict(zip(names, jax.vmap(jax.random.fold_in, (None, 0))(key, digests), strict=True))
+        length, dtype = self._noise_length, jnp.result_type(float)
+        names = [VECTOR, *(name for name, *_ in (*self.coordinates.replicated, *self.coordinates.sharded))]
+        # The upper half of all numbers is apart from those that starts, or here trajectories, are numbered by.
+        block = jax.random.fold_in(key, UPPER + _quotient(number, length).astype(jnp.uint32))
+        digests = UPPER | jnp.asarray([name_digest(name) for name in names], jnp.uint32)
+        numbers = jnp.concatenate([digests, jnp.arange(length, dtype=jnp.uint32)])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(block, numbers)
+        of_name = dict(zip(names, keys[: len(names)], strict=True))
 
         def draw(key: Array, *shape: int) -> Array:
-            return jax.random.uniform(key, (self._noise_length, *shape), dtype, least, 1.0)
+            least = float(np.nextafter(np.asarray(-1, dtype), np.asarray(0, dtype)))
+            return jax.random.uniform(key, (length, *shape), dtype, least, 1.0)
 
-        drawn = {name: draw(keys[name], *shape) for name, shape, *_ in self.coordinates.sharded}
+        alike: dict[int, list[str]] = {1: [VECTOR]}
+        for name, shape, _ in self.coordinates.replicated:
+            alike.setdefault(math.prod(shape), []).append(name)
+        drawn = {name: draw(of_name[name], *shape) for name, shape, *_ in self.coordinates.sharded}
         for size, group in alike.items():
-            rows = jax.vmap(lambda key, size=size: draw(key, size))(jnp.stack([keys[name] for name in group]))
+            rows = jax.vmap(lambda key, size=size: draw(key, size))(jnp.stack([of_name[name] for name in group]))
             drawn |= dict(zip(group, rows, strict=True))
-        return drawn
+        packed = self.coordinates.pack_rows(lambda name, shape: drawn[name].reshape(length, *shape))
+        momenta = jax.tree.map(lambda u: np.asarray(np.sqrt(2), dtype) * jax.lax.erf_inv(u), packed)
+        return Noise(momenta, drawn[VECTOR].reshape(length) < 0, keys[len(names) :])
 
     def _estimated(self, chain: Chain, pool: Chain | None) -> Chain:
         """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number.

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from ppleffects.errors import CheckpointError, LayoutWarning
 from ppleffects.inference import diagnostics, processes, state_file
-from ppleffects.inference.ahead import compile_ahead, is_uncommitted
+from ppleffects.inference.ahead import compile_ahead, is_uncommitted, without_collection
 from ppleffects.inference.checkpoint import Checkpoint, Saved
 from ppleffects.inference.chunks import Plan, run_chunk, run_start
 from ppleffects.inference.failure import check_starts
@@ -123,10 +123,10 @@ class Run:
         if layout.waits_on_permutes and _permutes(find.lower(*args, **static)):
             return False
         if is_uncommitted(args):
-            finding = compile_ahead(find, args, static)
-            self._state, _ = find.eval_shape(*args, **static)
-            self._compiling = compile_ahead(*self._program(0, record=False))
-            finding.result()
+            with without_collection():
+                self._state, _ = find.eval_shape(*args, **static)
+                self._compiling = compile_ahead(*self._program(0, record=False))  # first, since it takes longer
+                compile_ahead(find, args, static).result()
         self._state, start = find(*args, **static)
         check_starts(self.target, start, layout, arguments, given.values)
         if layout.waits_on_permutes:
@@ -208,10 +208,11 @@ class Run:
             return
         try:
             began = time.perf_counter()
-            diagnostics.load()
-            if self._compiling is not None:
-                self._compiling.result()
-            blank = self._call(0, record=False)  # compiles where that is not done
+            with without_collection():
+                diagnostics.load()
+                if self._compiling is not None:
+                    self._compiling.result()
+                blank = self._call(0, record=False)  # compiles where that is not done
             self.seconds["compiling"] += time.perf_counter() - began
             self._record.open(*self._parts(blank), make_tree)
             with Interrupt() as interrupt:

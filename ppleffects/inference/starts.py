@@ -68,6 +68,8 @@ def find_start(
     max_tries: int,
     strategies: Strategies = (),
     coordinates: Coordinates | None = None,
+    *,
+    tries_before: Array | int = 0,
 ) -> Start:
     """Draw a start of one chain until its density and gradient are finite; then climb, where that is asked for.
 
@@ -78,13 +80,14 @@ def find_start(
         max_tries: how often to try.
         strategies: names of latents that start otherwise than uniformly, and how.
         coordinates: where latents lie; without, they are whole on every device of the chain.
+        tries_before: what tries are numbered from; each number stands for another draw.
     """
     drawn = tuple(name for name, strategy in strategies if strategy == PRIOR)
     climbing = tuple(name for name, strategy in strategies if strategy == MODE)
     evaluate = functools.partial(_evaluate, _energy(target, coordinates))
 
     def attempt(start: Start) -> Start:
-        own = jax.random.fold_in(key, start.num_tries)
+        own = jax.random.fold_in(key, tries_before + start.num_tries)
         free = {name: u for name, u in target.init(own).items() if name not in given and name not in drawn}
         position, outside = place(target, free, given, own, drawn) if given or drawn else (free, {})
         return evaluate(position, outside, start.num_tries + 1)

@@ -67,12 +67,13 @@ def begin_chains(
     def one_chain(
         target: Any, key: Array, metric: Metric | None, chain: Array, given: dict[str, Array]
     ) -> tuple[Chain, Start]:
-        start_key, chain_key = jax.random.split(jax.random.fold_in(key, chain))
+        chain_key = jax.random.fold_in(key, chain)
         number = 1 if machine.num_trials == 1 else STARTS_PER_TRIAL * machine.num_trials
 
         def search(number: Array) -> Start:
-            own = jax.random.fold_in(start_key, number)
-            return find_start(target, own, given, max_tries, strategies, machine.coordinates)
+            return find_start(
+                target, chain_key, given, max_tries, strategies, machine.coordinates, tries_before=number * max_tries
+            )
 
         starts = jax.lax.map(search, jnp.arange(number))  # one by one: some memory per row of data is that of one chain
         tried, first = _sane(starts, machine.num_trials)

@@ -376,8 +376,9 @@ def test_interruption_returns_the_draws_so_far(monkeypatch, short_run):
     with pytest.warns(DiagnosticsWarning, match="interrupted; the draws so far are returned"):
         tree = mcmc(model, chunk_size=5, **SHORT)(0, Y)
     assert tree.attrs["complete"] is False
-    assert tree.posterior.sizes["draw"] == 10
-    np.testing.assert_array_equal(tree.posterior.mu, short_run.posterior.mu[:, :10])
+    number = tree.posterior.sizes["draw"]
+    assert 10 <= number < 15
+    np.testing.assert_array_equal(tree.posterior.mu, short_run.posterior.mu[:, :number])
 
 
 def test_interruption_without_draws_goes_on_up(monkeypatch):
