@@ -130,8 +130,8 @@ class Machine(NamedTuple):
         first = self._first_metric(point.position) if metric is None else metric
 
         nothing = self.coordinates.laid_out(jax.tree.map(jnp.zeros_like, point.position))
-        zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-        path = begin(first, point.position, point.log_density, point.gradient, nothing, no, key, self.max_tree_depth)
+        zero, yes = jnp.zeros((), jnp.int32), jnp.ones((), bool)
+        path = begin(first, point.position, point.log_density, point.gradient, nothing, key, self.max_tree_depth)
         blank = self.coordinates.laid_out(path.checkpoints.momenta, leading=1)
         path = path._replace(checkpoints=path.checkpoints._replace(momenta=blank, middles=blank))
 
@@ -144,7 +144,7 @@ class Machine(NamedTuple):
         noise = Noise(rows(length), jnp.zeros(length, bool), jnp.broadcast_to(key, (length,)))
         effort, target_accept = Effort(*[jnp.zeros_like(log_step)] * 4), jnp.full_like(log_step, self._first_target)
         step = start_search(log_step) if self.step_size is None else start_step(log_step)
-        return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, ~no, key)
+        return Chain(path, first, step, target_accept, effort, trials, window, noise, zero, yes, key)
 
     def run(
         self, target: Any, chains: Chain, rows: Rows, last: Array, budget: Array

@@ -111,20 +111,32 @@ class Trajectory(NamedTuple):
 
 
 def begin(
-    metric: Metric, position: Tree, log_density: Array, gradient: Tree, momentum: Tree, forward: Array, key: Array,
-    max_depth: int,
-) -> Trajectory:  # fmt: skip
-    """A trajectory of one state, with its momentum, first direction, and key for what else is random."""
-    energy = 0.5 * dot(momentum, momentum) - log_density
-    end = End(position, Pull(momentum, components(metric, momentum)), force(metric, gradient))
+    metric: Metric, position: Tree, log_density: Array, gradient: Tree, nothing: Tree, key: Array, max_depth: int
+) -> Trajectory:
+    """A trajectory of one state at rest, from which ``begin_again`` begins the first that moves.
+
+    Nothing is summed over coordinates here: on sharded latents, a sum that waits for no other is one that XLA makes on
+    each CPU device when it likes, and two of them in another order on another device wait for each other for ever.
+
+    Args:
+        metric: the inverse mass matrix.
+        position: where it is.
+        log_density: the log-density there.
+        gradient: the gradient of the log-density there.
+        nothing: a position of zeros.
+        key: what is random in it.
+        max_depth: a trajectory doubles at most so many times.
+    """
+    energy = -log_density
+    rest = Pull(nothing, jnp.zeros_like(metric.values))
+    end = End(position, rest, rest)
     point = Point(position, log_density, gradient, energy)
-    blank = jax.tree.map(jnp.zeros_like, Checkpoints(momentum, momentum, energy))
+    blank = jax.tree.map(jnp.zeros_like, Checkpoints(nothing, nothing, energy))
     checkpoints = jax.tree.map(lambda x: jnp.broadcast_to(x, (max_depth, *x.shape)), blank)
-    zero, off = jnp.zeros_like(forward, jnp.int32), jnp.zeros_like(forward)
-    nothing = jnp.zeros_like(energy)
+    zero, off, none = jnp.zeros((), jnp.int32), jnp.zeros((), bool), jnp.zeros_like(energy)
     return Trajectory(
-        end, end, forward, zero, zero, point, point, nothing, nothing, momentum, momentum, checkpoints, energy,
-        nothing, zero, off, off, off, key,
+        end, end, off, zero, zero, point, point, none, none, nothing, nothing, checkpoints, energy, none, zero, off,
+        off, off, key,
     )  # fmt: skip
 
 

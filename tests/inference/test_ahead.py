@@ -56,13 +56,17 @@ def test_what_the_compiler_raises_is_raised():
         future.result()
 
 
+def fail():
+    assert not gc.isenabled()
+    raise ValueError("here")
+
+
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_the_collector_is_left_as_it_was(was_enabled):
     try:
         (gc.enable if was_enabled else gc.disable)()
         with pytest.raises(ValueError, match="here"), without_collection():
-            assert not gc.isenabled()
-            raise ValueError("here")
+            fail()
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
