@@ -218,7 +218,7 @@ def test_a_run_with_the_posteriors_metric_is_that_of_a_standard_normal():
         return z, tree.sample_stats.n_steps.values
 
     expected, num_steps = draws("diagonal", None, np.eye(3))
-    assert num_steps.min() >= 3
+    assert np.median(num_steps) >= 3  # trees, not single steps
     assert (np.ptp(expected, axis=1) > 1).all()
     variances = np.array([1e-4, 1.0, 1e4])
     full = covariance(3)

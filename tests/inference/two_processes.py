@@ -72,7 +72,7 @@ def interrupted():
 
     def hear(*told):
         calls.append(told)
-        if len(calls) == 4 and jax.process_index() == 1:
+        if len(calls) == 5 and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return decided(*told)
 
