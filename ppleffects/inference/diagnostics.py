@@ -11,6 +11,8 @@ type Draws = Mapping[str, np.ndarray]
 
 # R-hat and ESS of more scalars than this are those of a selection: they cost milliseconds each.
 MAX_SCALARS = 500
+# So many numbers of a chain are looked at at once: the memory of a run stays that of its draws.
+BLOCK = 2**18
 # Fewer draws per chain tell nothing.
 MIN_DRAWS = 8
 # A chain stands still if it moves in fewer than this share of the later half of its draws, and sits apart if its
@@ -29,8 +31,17 @@ def _difference(array: np.ndarray) -> np.ndarray:
     if half < 2:
         return np.zeros(size)
     halves = [chain[start : start + half].reshape(half, size) for chain in array for start in (0, half)]
-    within = np.mean([x.var(0, ddof=1, dtype=float) for x in halves], axis=0)
-    return np.var([x.mean(0, dtype=float) for x in halves], axis=0, ddof=1) / within
+    means = [x.mean(0, dtype=float) for x in halves]
+
+    def variance(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+        return np.sum([((block - mean) ** 2).sum(0) for block in _blocks(x)], axis=0) / (half - 1)
+
+    return np.var(means, axis=0, ddof=1) / np.mean(list(map(variance, halves, means)), axis=0)
+
+
+def _blocks(rows: np.ndarray) -> list[np.ndarray]:
+    """The rows, some at a time."""
+    return np.array_split(rows, max(rows.size // BLOCK, 1))
 
 
 def _halves(values: np.ndarray) -> np.ndarray:
@@ -86,6 +97,11 @@ def bfmi(energy: np.ndarray) -> np.ndarray:
         return np.zeros(0)
     with np.errstate(invalid="ignore"):  # a chain whose energy never changes
         return np.nan_to_num(array_stats.bfmi(np.asarray(energy, float)))
+
+
+def num_nans(array: np.ndarray) -> int:
+    """How many numbers are NaN."""
+    return sum(int(np.isnan(block).sum()) for chain in array for block in _blocks(chain))
 
 
 def moves(chain: int, later: np.ndarray, posterior: Draws) -> float:

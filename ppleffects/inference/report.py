@@ -136,7 +136,7 @@ def diagnose(
     names = [f"{name}[{', '.join(map(str, index))}]" if index else name for name, index in chosen]
     worst_rhat, worst_bulk, worst_tail = (diagnostics.worst(names, values) for values in (-rhat, bulk, tail))
     bfmi = diagnostics.bfmi(energy)
-    nans = {name: int(np.isnan(x).sum()) for name, x in posterior.items() if x.dtype.kind in "fc"}
+    nans = {name: diagnostics.num_nans(x) for name, x in posterior.items() if x.dtype.kind in "fc"}
     stuck, stuck_check = _check_stuck(lp, posterior)
     checks = (
         _check_divergences(num_diverging, num_transitions),
