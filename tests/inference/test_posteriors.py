@@ -96,7 +96,7 @@ def assert_posterior(name, trace):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", [name for name in POSTERIORS if name != FUNNEL])
 def test_default_sampler_finds_the_posterior(name, seed):
-    assert_posterior(name, sample(name, seed, num_samples=3000 if name == SLOW else 1000))
+    assert_posterior(name, sample(name, seed, num_samples=5000 if name == SLOW else 1000))
 
 
 @needs_float64
