@@ -8,6 +8,7 @@ from jax import Array
 
 from ppleffects.inference.adaptation import StepSize
 from ppleffects.inference.metric import Metric, Tree
+from ppleffects.inference.noise import Noise
 from ppleffects.inference.trajectory import Point, Trajectory
 
 
@@ -21,20 +22,6 @@ class Window(NamedTuple):
 
     draws: Tree
     gradients: Tree
-
-
-class Noise(NamedTuple):
-    """What the next trajectories of a chain begin with, drawn for several at once.
-
-    Attributes:
-        momenta: standard normal. ``(trajectory, *leaf)``
-        forward: first directions. ``(trajectory,)``
-        keys: what else is random in each. ``(trajectory,)``
-    """
-
-    momenta: Tree
-    forward: Array
-    keys: Array
 
 
 class Trials(NamedTuple):

@@ -6,7 +6,6 @@ What happens rarely (a new metric, momenta for the next trajectories) is done be
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +25,11 @@ from ppleffects.inference.adaptation import (
     start_step,
     window_ends,
 )
-from ppleffects.inference.chain import STATS, Chain, Effort, Noise, Rows, Trials, Window
-from ppleffects.inference.coordinates import VECTOR, Coordinates
+from ppleffects.inference.chain import STATS, Chain, Effort, Rows, Trials, Window
+from ppleffects.inference.coordinates import Coordinates
 from ppleffects.inference.metric import Metric, Shape, Tree, identity
+from ppleffects.inference.noise import Noise, draw_noise, noise_length, quotient
 from ppleffects.inference.trajectory import Density, Point, Trajectory, advance, advance_fixed, begin, begin_again, once
-from ppleffects.interpretations.draw import name_digest
 
 # A chain tries several starts, each for so many trajectories. Until there is a metric they are doubled at most so many
 # times: they would be long and of little use.
@@ -38,16 +37,12 @@ TRIAL, TRIAL_DEPTH = 20, 6
 # A start is left for another only where the log-density says that hardly any mass can be near it: by a difference of
 # more than so much, and so much per coordinate.
 HOPELESS, HOPELESS_PER_COORDINATE = 10.0, 2.0
-# Momenta are drawn for at most so many trajectories at once, and for one where they have more scalars than this.
-MAX_NOISE_DRAWS, MAX_NOISE = 512, 8192
 # Warm-up may end after so many trajectories, when those of a window are no longer shorter than this share of those of
 # the window before; so many more then adapt the step size alone.
 MIN_WARMUP, SHORTER, NUM_FINAL = 200, 0.8, 60
 # The acceptance probability that step sizes are adapted to. A window of which a trajectory diverges halves its distance
 # from 1, down to a least; the first windows, whose metric is a rough one, do not count.
 TARGET_ACCEPT, CAREFUL, CAREFUL_FROM = 0.8, 0.95, 120
-# Where numbers that a chain's key is folded with are in their upper half.
-UPPER = np.uint32(2**31)
 # What changes only between stretches of leapfrog steps.
 FIXED = ("metric", "target", "trials", "noise", "key")
 # What of a trajectory is nothing when it begins, and what of a chain may change when a window ends.
@@ -322,7 +317,7 @@ class Machine(NamedTuple):
             chain = chain._replace(**estimated)
         noise = jax.lax.cond(
             (_remainder(chain.number, self._noise_length) == 0) | (chain.number != before),
-            lambda: self._noise(chain.key, chain.number),
+            lambda: draw_noise(self.coordinates, chain.key, chain.number, self._noise_length),
             lambda: chain.noise,
         )
         chain = chain._replace(noise=noise, waiting=jnp.zeros_like(chain.waiting))
@@ -333,7 +328,7 @@ class Machine(NamedTuple):
         if self.num_trials == 1:
             return chain
         ends, point = self._ends_trial(chain.number), chain.path.point
-        last = jnp.clip(_quotient(chain.number, self._trial_length) - 1, 0, self.num_trials - 1)
+        last = jnp.clip(quotient(chain.number, self._trial_length) - 1, 0, self.num_trials - 1)
         ended = _where(ends, Trials(point, chain.step.log_step), _row(chain.trials, last))
         trials = jax.tree.map(lambda all, new: _written(all, new, last), chain.trials, ended)
         log_density = trials.point.log_density
@@ -350,35 +345,6 @@ class Machine(NamedTuple):
             step=_where(ends, step, chain.step),
             trials=trials,
         )
-
-    def _noise(self, key: Array, number: Array) -> Noise:
-        """What trajectories from this number on begin with; a site's depends on no other, nor on where it lies.
-
-        Replicated latents of one size are drawn at once: it is one program to compile.
-        """
-        length, dtype = self._noise_length, jnp.result_type(float)
-        names = [VECTOR, *(name for name, *_ in (*self.coordinates.replicated, *self.coordinates.sharded))]
-        # The upper half of all numbers is apart from those that starts, or here trajectories, are numbered by.
-        block = jax.random.fold_in(key, UPPER + _quotient(number, length).astype(jnp.uint32))
-        digests = UPPER | jnp.asarray([name_digest(name) for name in names], jnp.uint32)
-        numbers = jnp.concatenate([digests, jnp.arange(length, dtype=jnp.uint32)])
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(block, numbers)
-        of_name = dict(zip(names, keys[: len(names)], strict=True))
-
-        def draw(key: Array, *shape: int) -> Array:
-            least = float(np.nextafter(np.asarray(-1, dtype), np.asarray(0, dtype)))
-            return jax.random.uniform(key, (length, *shape), dtype, least, 1.0)
-
-        alike: dict[int, list[str]] = {1: [VECTOR]}
-        for name, shape, _ in self.coordinates.replicated:
-            alike.setdefault(math.prod(shape), []).append(name)
-        drawn = {name: draw(of_name[name], *shape) for name, shape, *_ in self.coordinates.sharded}
-        for size, group in alike.items():
-            rows = jax.vmap(lambda key, size=size: draw(key, size))(jnp.stack([of_name[name] for name in group]))
-            drawn |= dict(zip(group, rows, strict=True))
-        packed = self.coordinates.pack_rows(lambda name, shape: drawn[name].reshape(length, *shape))
-        momenta = jax.tree.map(lambda u: np.asarray(np.sqrt(2), dtype) * jax.lax.erf_inv(u), packed)
-        return Noise(momenta, drawn[VECTOR].reshape(length) < 0, keys[len(names) :])
 
     def _estimated(self, chain: Chain, pool: Chain | None) -> Chain:
         """The chain with the metric of the later half of its draws, its step size to adapt anew, and its number.
@@ -451,7 +417,7 @@ class Machine(NamedTuple):
 
     @property
     def _noise_length(self) -> int:
-        return int(np.clip(MAX_NOISE // max(self.coordinates.size, 1), 1, MAX_NOISE_DRAWS))
+        return noise_length(self.coordinates.size)
 
 
 def _moving(chains: Chain) -> Any:
@@ -483,11 +449,6 @@ def _with_row(tree: Any, index: Array, old: Any, new: Any) -> Any:
 
 def _named(tuple_: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(tuple_, name) for name in names}
-
-
-def _quotient(number: Array, divisor: int) -> Array:
-    """Of a number that is not negative, which takes one operation."""
-    return jax.lax.div(number, jnp.asarray(divisor, number.dtype))
 
 
 def _remainder(number: Array, divisor: int) -> Array:

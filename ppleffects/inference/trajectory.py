@@ -128,12 +128,12 @@ def begin(
         max_depth: a trajectory doubles at most so many times.
     """
     energy = -log_density
+    zero, off, none = jnp.zeros((), jnp.int32), jnp.zeros((), bool), jnp.zeros_like(energy)
     rest = Pull(nothing, jnp.zeros_like(metric.values))
     end = End(position, rest, rest)
     point = Point(position, log_density, gradient, energy)
-    blank = jax.tree.map(jnp.zeros_like, Checkpoints(nothing, nothing, energy))
+    blank = Checkpoints(nothing, nothing, none)
     checkpoints = jax.tree.map(lambda x: jnp.broadcast_to(x, (max_depth, *x.shape)), blank)
-    zero, off, none = jnp.zeros((), jnp.int32), jnp.zeros((), bool), jnp.zeros_like(energy)
     return Trajectory(
         end, end, off, zero, zero, point, point, none, none, nothing, nothing, checkpoints, energy, none, zero, off,
         off, off, key,
